@@ -1,0 +1,1 @@
+"""Backends of the MoE output contract; one folder each, found by entry point."""

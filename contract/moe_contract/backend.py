@@ -1,0 +1,137 @@
+"""The protocols a backend implements. A backend is SPMD: code for one rank; the harness runs N of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moe_contract.config import MoEConfig
+from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
+from moe_contract.layer import MoELayer, PrecomputedRouting
+from moe_contract.outputs import MoEOutput, UnfinalizedMoEOutput
+from moe_contract.quant import QuantRecipe
+
+
+class UnsupportedError(RuntimeError):
+    """A backend says that it cannot do what was asked, with the reason (CAP-1, CAP-2). Never a wrong number."""
+
+
+class PeerTimeoutError(RuntimeError):
+    """A peer did not arrive within the group's time limit (RED-6)."""
+
+
+class RankGroup(Protocol):
+    """One rank's view of the ranks that a tail reduces over. Every method but the attributes is collective."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+    """Longest wait for a peer, in seconds; after it a collective raises PeerTimeoutError."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """A new tensor: the sum over ranks in order 0..N-1, rounded to the tensor's dtype at each rank."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order. Read-only."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        ...
+
+    def peer_memory(self, num_bytes: int) -> list[Tensor]:
+        """One uint8 buffer of ``num_bytes`` per rank, zeroed, each visible to every rank; entry r belongs to rank r."""
+        ...
+
+
+@dataclass(frozen=True)
+class TailCapacity:
+    """The largest call that a tail is opened for; a larger one is refused before anything is launched (CAP-1)."""
+
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    """The activation dtype."""
+
+
+@dataclass(frozen=True)
+class TailOutput:
+    """What a tail returns.
+
+    Attributes:
+        residual_out: ``[T, H]`` activation dtype; the reduced sum plus the residual.
+        norm_out: ``[T, H]`` activation dtype; its RMSNorm.
+        quant_out, quant_scale: as the recipe's format says; None without a recipe.
+    """
+
+    residual_out: Tensor
+    norm_out: Tensor
+    quant_out: Tensor | None = None
+    quant_scale: Tensor | None = None
+
+
+class LoadedProducer(Protocol):
+    """A producer with its weights prepared."""
+
+    def __call__(
+        self, hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
+    ) -> Tensor | UnfinalizedMoEOutput:
+        """``hidden_states [T, H]``, ``router_logits [T, E]`` to the routed output of this rank."""
+        ...
+
+
+@runtime_checkable
+class Producer(Protocol):
+    """A MoE kernel: prepares a layer's weights once, then runs it."""
+
+    declaration: ProducerDeclaration
+
+    def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
+        """Prepares one rank's part of a layer. ``config`` is read again at every call (DEFER-2)."""
+        ...
+
+
+class Tail(Protocol):
+    """An opened consumer: one rank's end of the fused tail."""
+
+    def __call__(
+        self,
+        output: MoEOutput,
+        residual: Tensor,
+        norm_weight: Tensor,
+        *,
+        eps: float,
+        weight_bias: float = 0.0,
+        quant: QuantRecipe | None = None,
+    ) -> TailOutput:
+        """Top-k sum, scale, shared output, reduction, residual and RMSNorm of one layer. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Releases the workspace."""
+        ...
+
+
+@runtime_checkable
+class Consumer(Protocol):
+    """A fused tail: allocates its workspace once, then runs."""
+
+    declaration: ConsumerDeclaration
+
+    def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
+        """Allocates the workspace. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A producer and a consumer under one name; what an entry point may load to, besides either alone."""
+
+    producer: Producer | None = None
+    consumer: Consumer | None = None

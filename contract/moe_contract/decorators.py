@@ -1,0 +1,77 @@
+"""The small case made small: one function becomes a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_contract.backend import (
+    Consumer,
+    LoadedProducer,
+    Producer,
+    RankGroup,
+    Tail,
+    TailCapacity,
+    TailOutput,
+)
+from moe_contract.config import MoEConfig
+from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
+from moe_contract.layer import MoELayer, PrecomputedRouting
+from moe_contract.outputs import MoEOutput, UnfinalizedMoEOutput
+
+
+@dataclass(frozen=True)
+class _FunctionProducer:
+    declaration: ProducerDeclaration
+    function: Callable[..., Any]
+
+    def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
+        def run(
+            hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
+        ) -> Tensor | UnfinalizedMoEOutput:
+            result: Tensor | UnfinalizedMoEOutput = self.function(layer, config, hidden_states, router_logits)
+            return result
+
+        return run
+
+
+@dataclass(frozen=True)
+class _FunctionTail:
+    group: RankGroup
+    function: Callable[..., Any]
+
+    def __call__(self, output: MoEOutput, residual: Tensor, norm_weight: Tensor, **options: Any) -> TailOutput:
+        options = {name: value for name, value in options.items() if name != "quant" or value is not None}
+        result = self.function(self.group, output, residual, norm_weight, **options)
+        return TailOutput(*result) if isinstance(result, tuple) else result
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _FunctionConsumer:
+    declaration: ConsumerDeclaration
+    function: Callable[..., Any]
+
+    def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
+        return _FunctionTail(group, self.function)
+
+
+def producer(**declared: Any) -> Callable[[Callable[..., Any]], Producer]:
+    """Turns ``f(layer, config, hidden_states, router_logits)`` into a producer; keywords are its declaration."""
+    declaration = ProducerDeclaration(**declared)
+    return lambda function: _FunctionProducer(declaration, function)
+
+
+def consumer(**declared: Any) -> Callable[[Callable[..., Any]], Consumer]:
+    """Turns ``f(group, output, residual, norm_weight, *, eps, weight_bias)`` into a consumer.
+
+    Keywords are its declaration. The function returns a TailOutput or its fields as a tuple. It is handed ``quant``
+    only when a quantised output is asked for, so one that declares no ``quant_formats`` need not take it.
+    """
+    declaration = ConsumerDeclaration(**declared)
+    return lambda function: _FunctionConsumer(declaration, function)
