@@ -90,7 +90,10 @@ class LoadedProducer(Protocol):
 class Producer(Protocol):
     """A MoE kernel: prepares a layer's weights once, then runs it."""
 
-    declaration: ProducerDeclaration
+    @property
+    def declaration(self) -> ProducerDeclaration:
+        """What it says of itself."""
+        ...
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
         """Prepares one rank's part of a layer. ``config`` is read again at every call (DEFER-2)."""
@@ -122,7 +125,10 @@ class Tail(Protocol):
 class Consumer(Protocol):
     """A fused tail: allocates its workspace once, then runs."""
 
-    declaration: ConsumerDeclaration
+    @property
+    def declaration(self) -> ConsumerDeclaration:
+        """What it says of itself."""
+        ...
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
         """Allocates the workspace. Collective."""

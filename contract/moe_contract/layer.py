@@ -98,7 +98,9 @@ class ExpertWeights:
 
     def select(self, experts: slice) -> ExpertWeights:
         """The part that holds these experts."""
-        return ExpertWeights(**{name: None if t is None else t[experts] for name, t in vars(self).items()})
+        optional = (self.gate, self.up_bias, self.gate_bias, self.down_bias)
+        gate, up_bias, gate_bias, down_bias = (None if tensor is None else tensor[experts] for tensor in optional)
+        return ExpertWeights(self.up[experts], self.down[experts], gate, up_bias, gate_bias, down_bias)
 
     def shard_intermediate(self, rank: int, size: int) -> ExpertWeights:
         """The part that holds this rank's columns of the intermediate size.

@@ -37,6 +37,13 @@ class _Pending:
     ) -> NoReturn:
         _refuse(cls.__name__, getattr(func, "__name__", str(func)))
 
+    def _arithmetic(self, other: object) -> NoReturn:
+        """Tensor's own operators swallow the TypeError of ``__torch_function__``, so the operators refuse as well."""
+        _refuse(type(self).__name__, "an operand of + - * / @")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _arithmetic
+
     def __getattr__(self, name: str) -> NoReturn:
         if name in _TENSOR_ONLY_ATTRIBUTES:
             _refuse(type(self).__name__, f".{name}")

@@ -30,7 +30,8 @@ class Violation(BaseModel):
     """How many elements broke the clause in the same way; the first is the one described."""
 
     def __str__(self) -> str:
-        where = [f"{name} {at}" for name in ("rank", "token", "slot", "column") if (at := getattr(self, name)) is not None]
+        places = {"rank": self.rank, "token": self.token, "slot": self.slot, "column": self.column}
+        where = [f"{name} {at}" for name, at in places.items() if at is not None]
         place = f" at {', '.join(where)}" if where else ""
         more = f" ({self.count} places, first shown)" if self.count > 1 else ""
         hint = f"; {self.hint}" if self.hint else ""

@@ -1,0 +1,127 @@
+"""Quantised outputs of the rounded norm, element for element as moe_contract.quant defines them (QUANT-1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_contract.quant import (
+    FP4_MAX,
+    FP8_MAX,
+    FP8_TOKEN_MIN_SCALE,
+    NVFP4_BLOCK,
+    QuantFormat,
+    QuantRecipe,
+    swizzled_scale_shape,
+)
+
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of float4_e2m1 by code (OCP MX specification); bit 3 of a code is the sign."""
+_TILE_ROWS, _TILE_LANES, _TILE_COLUMNS = 128, 32, 4
+"""The block-scale tile of tensor cores: 128 x 4 scales, stored lane by lane with the four row quarters together."""
+
+
+def quantize(norm_out: Tensor, recipe: QuantRecipe) -> tuple[Tensor, Tensor]:
+    """``(quant_out, quant_scale)`` of ``norm_out [T, H]``; shapes and dtypes as the recipe's format says.
+
+    Raises:
+        ValueError: NVFP4 of a width that is not a multiple of 16.
+    """
+    if recipe.format is QuantFormat.FP8_STATIC:
+        return _fp8_static(norm_out, recipe.scale)
+    if recipe.format is QuantFormat.FP8_PER_TOKEN:
+        return _fp8_per_token(norm_out)
+    return _nvfp4(norm_out, recipe)
+
+
+def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shape: tuple[int, int]) -> Tensor:
+    """The float32 values ``[T, H]`` that a quantised output stands for; ``shape`` is ``(T, H)``."""
+    if recipe.format is not QuantFormat.NVFP4:
+        return quant_out.float() * quant_scale
+    num_tokens, hidden_size = shape
+    scales = quant_scale
+    if recipe.scale_layout == "swizzled":
+        scales = unswizzle_scales(quant_scale, num_tokens, hidden_size)
+    block_scale = scales.view(torch.float8_e4m3fn).float()
+    codes = torch.stack((quant_out & 0xF, quant_out >> 4), dim=-1).reshape(num_tokens, hidden_size)
+    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=codes.device)[codes.long()]
+    return values * block_scale.repeat_interleave(NVFP4_BLOCK, dim=1) / recipe.global_scale
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    """float32 to float8_e4m3fn, nearest even, saturating. The cast alone turns values past the range into NaN."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def to_e2m1_codes(values: Tensor) -> Tensor:
+    """float32 to 4-bit float4_e2m1 codes as uint8: nearest even, saturating, sign kept on zero, NaN to +6.
+
+    NaN has no code; +6 is what the conversion instruction gives (PTX cvt.rn.satfinite), and the block scale of a
+    block that holds one is NaN anyway.
+    """
+    magnitude = values.abs()
+    code = torch.zeros_like(values, dtype=torch.uint8)
+    for lower in range(len(_E2M1_VALUES) - 1):
+        midpoint = (_E2M1_VALUES[lower] + _E2M1_VALUES[lower + 1]) / 2
+        # A tie goes to the even code: up from an odd one, down to an even one.
+        above = magnitude >= midpoint if lower % 2 else magnitude > midpoint
+        code = code + above.to(torch.uint8)
+    signed = code | (torch.signbit(values).to(torch.uint8) << 3)
+    return torch.where(values.isnan(), len(_E2M1_VALUES) - 1, signed).to(torch.uint8)
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Linear block scales ``[T, H / 16]`` to the zero-padded 128 x 4 tile layout."""
+    num_tokens, blocks = scales.shape
+    rows, columns = swizzled_scale_shape(num_tokens, blocks * NVFP4_BLOCK)
+    padded = scales.new_zeros(rows, columns)
+    padded[:num_tokens, :blocks] = scales
+    quarters = _TILE_ROWS // _TILE_LANES
+    tiles = padded.view(rows // _TILE_ROWS, quarters, _TILE_LANES, columns // _TILE_COLUMNS, _TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def unswizzle_scales(swizzled: Tensor, num_tokens: int, hidden_size: int) -> Tensor:
+    """The inverse of ``swizzle_scales``: the linear ``[T, H / 16]``, padding dropped."""
+    rows, columns = swizzled_scale_shape(num_tokens, hidden_size)
+    quarters = _TILE_ROWS // _TILE_LANES
+    tiles = swizzled.view(rows // _TILE_ROWS, columns // _TILE_COLUMNS, _TILE_LANES, quarters, _TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[:num_tokens, : hidden_size // NVFP4_BLOCK].contiguous()
+
+
+def _fp8_static(norm_out: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    quant_scale = torch.full((1,), scale, dtype=torch.float32, device=norm_out.device)
+    inverse = torch.ones_like(quant_scale) / quant_scale
+    return to_e4m3(norm_out.float() * inverse), quant_scale
+
+
+def _fp8_per_token(norm_out: Tensor) -> tuple[Tensor, Tensor]:
+    values = norm_out.float()
+    amax = values.abs().amax(dim=1, keepdim=True)
+    scale = _divide(amax, FP8_MAX).clamp(min=FP8_TOKEN_MIN_SCALE)
+    return to_e4m3(values / scale), scale
+
+
+def _nvfp4(norm_out: Tensor, recipe: QuantRecipe) -> tuple[Tensor, Tensor]:
+    num_tokens, hidden_size = norm_out.shape
+    if hidden_size % NVFP4_BLOCK:
+        raise ValueError(
+            f"QUANT-1: NVFP4 needs a hidden size that is a multiple of {NVFP4_BLOCK}, got {hidden_size}; "
+            "use another quantised format for this layer"
+        )
+    blocks = norm_out.float().reshape(num_tokens, hidden_size // NVFP4_BLOCK, NVFP4_BLOCK)
+    amax = blocks.abs().amax(dim=2)
+    global_scale = torch.full_like(amax, recipe.global_scale)
+    scales = (global_scale * _divide(amax, FP4_MAX)).clamp(0.0, FP8_MAX).to(torch.float8_e4m3fn)
+    block_scale = scales.float()[:, :, None]
+    # Where the scale is 0 the quotient is Inf or NaN; it is replaced after, not multiplied away.
+    codes = to_e2m1_codes(blocks * (global_scale[:, :, None] / block_scale))
+    codes = torch.where(block_scale == 0, 0, codes).to(torch.uint8).reshape(num_tokens, hidden_size // 2, 2)
+    packed = codes[:, :, 0] | (codes[:, :, 1] << 4)
+    scale_bytes = scales.view(torch.uint8)
+    return packed, swizzle_scales(scale_bytes) if recipe.scale_layout == "swizzled" else scale_bytes
+
+
+def _divide(values: Tensor, divisor: float) -> Tensor:
+    """IEEE division. By a Python number torch multiplies with the reciprocal on CUDA, an ulp off at times."""
+    return values / torch.full_like(values, divisor)

@@ -1,0 +1,1 @@
+"""The suite that decides whether a MoE kernel keeps the output contract."""

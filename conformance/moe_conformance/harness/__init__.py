@@ -1,0 +1,1 @@
+"""Running N ranks: in one process on threads."""

@@ -1,0 +1,192 @@
+"""Judging what a producer hands over: slots are matched to the oracle's experts, then rows and weights to their bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.bounds import ETA
+from moe_conformance.layer_oracle import RankTruth
+from moe_contract import ExpertWeights, MoELayer, Routing, UnfinalizedMoEOutput, Violation
+
+CLOSE = 1e-3
+"""A row that is this close to a known wrong row, relative to its largest element, is explained by it."""
+
+
+@dataclass(frozen=True)
+class RowJudgement:
+    """``headroom`` = max(error / bound) over rows and weights; ``violation`` is None for a correct output."""
+
+    headroom: float
+    violation: Violation | None
+
+
+def judge_rank(
+    output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause: str, part: MoELayer
+) -> RowJudgement:
+    """Rows and weights of one rank's output against its truth. ``clause`` is blamed where no cause is known."""
+    index = output.expanded_idx_to_permuted_idx.long().cpu()
+    rows = _gather(output.gemm2_permuted.cpu(), index)
+    weights = output.expert_weights.cpu().double()
+    truth = _aligned(truth, rows, index >= 0, weights)
+    presence = _presence(index >= 0, truth, rank)
+    if presence is not None:
+        return RowJudgement(float("inf"), presence)
+    row_ratio = _ratio(rows, truth.rows, truth.row_bounds).amax(-1)
+    row_ratio = torch.where(truth.present, row_ratio, 0.0)
+    weight_ratio = _ratio(weights, truth.weights, truth.weight_bounds)
+    headroom = max(float(row_ratio.max()), float(weight_ratio.max())) if row_ratio.numel() else 0.0
+    if bool((row_ratio > 1.0).any()):
+        return RowJudgement(headroom, _row_violation(rows, truth, row_ratio, rank, clause, part.experts))
+    if bool((weight_ratio > 1.0).any()):
+        return RowJudgement(headroom, _weight_violation(weights, truth, weight_ratio, rank, part.routing))
+    return RowJudgement(headroom, None)
+
+
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    """``[T, K, H]`` float64, 0 where absent."""
+    if rows.shape[0] == 0:
+        return torch.zeros(*index.shape, rows.shape[1], dtype=torch.float64)
+    return torch.where((index >= 0).unsqueeze(-1), rows[index.clamp(min=0)].double(), 0.0)
+
+
+def _ratio(got: Tensor, value: Tensor, bound: Tensor) -> Tensor:
+    error = (got - value).abs()
+    ratio = error / bound.clamp(min=ETA[torch.float32])
+    return torch.where(error.isnan(), torch.inf, torch.where(error == 0, 0.0, ratio))
+
+
+def _aligned(truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor) -> RankTruth:
+    """The truth with its slots in the order the producer chose. The contract leaves the order within a token open.
+
+    A slot's expert is told by its row; absent slots, and tokens whose rows fit none, keep the oracle's order.
+    """
+    fits = _ratio(rows, truth.rows, truth.row_bounds).amax(-1) <= 1.0
+    in_order = (present == truth.present) & (fits | ~present)
+    tokens = (~in_order.all(1)).nonzero().reshape(-1).tolist()
+    if not tokens:
+        return truth
+    order = torch.arange(truth.ids.shape[1]).repeat(truth.ids.shape[0], 1)
+    for token in tokens:
+        order[token] = _order_of(token, truth, rows, present, weights)
+    wide = order.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
+    return RankTruth(
+        ids=truth.ids.gather(1, order),
+        present=truth.present.gather(1, order),
+        rows=truth.rows.gather(1, wide),
+        row_bounds=truth.row_bounds.gather(1, wide),
+        weights=truth.weights.gather(1, order),
+        weight_bounds=truth.weight_bounds.gather(1, order),
+    )
+
+
+def _order_of(token: int, truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor) -> Tensor:
+    """For each slot of the producer the oracle slot that fits it; leftovers are matched by weight, then in order."""
+    top_k = truth.ids.shape[1]
+    free = list(range(top_k))
+    order: list[int | None] = [None] * top_k
+    for slot in present[token].nonzero().reshape(-1).tolist():
+        ratios = _ratio(rows[token, slot], truth.rows[token], truth.row_bounds[token]).amax(-1)
+        fitting = [other for other in free if bool(truth.present[token, other]) and float(ratios[other]) <= 1.0]
+        if fitting:
+            order[slot] = fitting[0]
+            free.remove(fitting[0])
+    for slot in range(top_k):
+        if order[slot] is None:
+            same = [other for other in free if bool(truth.present[token, other]) == bool(present[token, slot])]
+            distances = {other: abs(float(weights[token, slot] - truth.weights[token, other])) for other in same or free}
+            order[slot] = min(distances, key=lambda other: distances[other])
+            free.remove(order[slot])
+    return torch.tensor(order)
+
+
+def _presence(present: Tensor, truth: RankTruth, rank: int) -> Violation | None:
+    """Whether exactly the slots whose expert is on this rank are valid."""
+    wrong = present != truth.present
+    if not bool(wrong.any()):
+        return None
+    token, slot = (int(i) for i in wrong.nonzero()[0])
+    expert = int(truth.ids[token, slot])
+    here = bool(truth.present[token, slot])
+    return Violation(
+        clause="MAP-5",
+        field="expanded_idx_to_permuted_idx",
+        got="-1" if here else "a row",
+        expected=f"a row: expert {expert} is on this rank" if here else f"-1: expert {expert} is not on this rank",
+        rank=rank,
+        token=token,
+        slot=slot,
+        count=int(wrong.sum()),
+    )
+
+
+def _row_violation(
+    rows: Tensor, truth: RankTruth, ratio: Tensor, rank: int, clause: str, experts: ExpertWeights
+) -> Violation:
+    token, slot = (int(i) for i in (ratio > 1.0).nonzero()[0])
+    row, expected, bound = rows[token, slot], truth.rows[token, slot], truth.row_bounds[token, slot]
+    column = int(_ratio(row, expected, bound).argmax())
+    cause, hint = _explain_row(row, truth, token, slot, clause, experts)
+    return Violation(
+        clause=cause,
+        field="gemm2_permuted",
+        got=f"{float(row[column]):.7g}",
+        expected=f"{float(expected[column]):.7g}, bound {float(bound[column]):.3g}",
+        hint=hint,
+        rank=rank,
+        token=token,
+        slot=slot,
+        column=column,
+        value=float(row[column]),
+        count=int((ratio > 1.0).sum()),
+    )
+
+
+def _explain_row(
+    row: Tensor, truth: RankTruth, token: int, slot: int, clause: str, experts: ExpertWeights
+) -> tuple[str, str]:
+    """The clause and the cause of a wrong row, among the known ones."""
+    expected, weight = truth.rows[token, slot], truth.weights[token, slot]
+    if _close(row, weight * expected):
+        return "ROWS-3", f"the row was multiplied by its routing weight {float(weight):.4g}"
+    if experts.down_bias is not None:
+        bias = experts.down_bias[int(truth.ids[token, slot]) % experts.down_bias.shape[0]].double()
+        for times, what in ((-1, "is missing from the row"), (1, "is in the row twice")):
+            if _close(row, expected + times * bias):
+                return "ROWS-6", f"the expert's down bias {what}"
+    return clause, ""
+
+
+def _close(row: Tensor, candidate: Tensor) -> bool:
+    scale = float(candidate.abs().max())
+    return scale > 0 and float((row - candidate).abs().max()) <= CLOSE * 8 * scale
+
+
+def _weight_violation(weights: Tensor, truth: RankTruth, ratio: Tensor, rank: int, routing: Routing) -> Violation:
+    token, slot = (int(i) for i in (ratio > 1.0).nonzero()[0])
+    got, expected = float(weights[token, slot]), float(truth.weights[token, slot])
+    clause, hint = _explain_weights(weights, truth, routing)
+    return Violation(
+        clause=clause,
+        field="expert_weights",
+        got=f"{got:.7g}",
+        expected=f"{expected:.7g}, bound {float(truth.weight_bounds[token, slot]):.3g}",
+        hint=hint,
+        rank=rank,
+        token=token,
+        slot=slot,
+        value=got,
+        count=int((ratio > 1.0).sum()),
+    )
+
+
+def _explain_weights(weights: Tensor, truth: RankTruth, routing: Routing) -> tuple[str, str]:
+    scale, method = routing.routed_scaling_factor, routing.method.value
+    if scale != 1.0:
+        if _close(weights, scale * truth.weights):
+            return "SCALE-3", f"the scale is folded into the weights of {method}, but the declaration says it is not"
+        if _close(weights, truth.weights / scale):
+            return "SCALE-3", f"the declaration says that {method} folds the scale into the weights, but it does not"
+    return "WGT-3", "the bytes do not decode to the routing weight of this slot's expert"

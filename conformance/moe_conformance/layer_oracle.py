@@ -1,0 +1,121 @@
+"""Float64 truth of one rank's rows: the experts' MLPs from the exact bits of weights and tokens, with derived bounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance import bounds, routing_oracle
+from moe_conformance.bounds import U32, UNIT_ROUNDOFF
+from moe_conformance.layer_data import LayerInputs
+from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration
+from moe_contract.dtypes import torch_dtype
+
+EXACT = torch.float64
+SLOPE = 1.13
+"""Largest slope of silu, of gelu and of x * sigmoid(1.702 x): 1.0998, 1.1290 and 1.0998."""
+ACTIVATION_ULPS = 16
+"""Roundings granted to one activation in float32: exp or tanh, a division and up to three products."""
+OAI_LIMIT = 7.0
+OAI_ALPHA = 1.702
+"""gpt-oss clamps gate and up at 7 and uses sigmoid(1.702 g) (its public model code)."""
+
+
+@dataclass(frozen=True)
+class RankTruth:
+    """What one rank's unfinalized output holds, slot by slot in the order of the oracle's selection.
+
+    Attributes:
+        ids: ``[T, K]`` global expert ids.
+        present: ``[T, K]`` bool: the expert is on this rank.
+        rows, row_bounds: ``[T, K, H]``; 0 where not present.
+        weights, weight_bounds: ``[T, K]``, the scale folded in where the producer declares it.
+    """
+
+    ids: Tensor
+    present: Tensor
+    rows: Tensor
+    row_bounds: Tensor
+    weights: Tensor
+    weight_bounds: Tensor
+
+
+def rank_truth(inputs: LayerInputs, part: MoELayer, declaration: ProducerDeclaration, weights_dtype: torch.dtype) -> RankTruth:
+    """The truth of the rank that holds ``part`` of the layer."""
+    routing = inputs.layer.routing
+    routed = routing_oracle.route(routing, inputs.router_logits)
+    scale = float(torch.tensor(routing.routed_scaling_factor)) if declaration.folds(routing.method) else 1.0
+    weights = scale * routed.weights
+    error = weights.abs() * (routed.relative_error + (U32 if scale != 1.0 else 0.0))
+    given = inputs.router_logits
+    verbatim = isinstance(given, PrecomputedRouting) and given.weights.dtype == weights_dtype
+    weight_bounds = torch.zeros_like(weights) if verbatim else bounds.store(weights, error, weights_dtype)
+    local = routed.ids - part.first_expert
+    present = (local >= 0) & (local < part.num_local_experts)
+    tokens = inputs.hidden_states.to(EXACT)
+    shape = (*routed.ids.shape, part.hidden_size)
+    rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
+    for expert in local[present].unique().tolist():
+        token, slot = ((local == expert) & present).nonzero(as_tuple=True)
+        one = part.experts.select(slice(expert, expert + 1))
+        rows[token, slot], row_bounds[token, slot] = mlp(one, part.activation, tokens[token], part.dtype, declaration)
+    return RankTruth(routed.ids, present, rows, row_bounds, weights, weight_bounds)
+
+
+def mlp(
+    expert: ExpertWeights, activation: Activation, tokens: Tensor, dtype: torch.dtype, declaration: ProducerDeclaration
+) -> tuple[Tensor, Tensor]:
+    """``tokens [R, H]`` through one expert (E = 1): the exact rows ``[R, H]`` and their bounds."""
+    up, up_error = _gemm(tokens, torch.zeros_like(tokens), expert.up[0], expert.up_bias)
+    if expert.gate is None:
+        inner, error = up.clamp(min=0).square(), 2.0 * up.abs() * up_error + up_error.square()
+    else:
+        gate, gate_error = _gemm(tokens, torch.zeros_like(tokens), expert.gate[0], expert.gate_bias)
+        inner, error = _gated(activation, gate, gate_error, up, up_error)
+    error = error + ACTIVATION_ULPS * U32 * (inner.abs() + error)
+    inner_dtype = torch_dtype(declaration.intermediate_dtype)
+    if inner_dtype is not torch.float32:
+        error = bounds.store(inner, error, inner_dtype)
+    rows, row_error = _gemm(inner, error, expert.down[0], expert.down_bias)
+    return rows, bounds.store(rows, row_error, dtype)
+
+
+def _gemm(x: Tensor, x_error: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x W^T + bias with float32 accumulation; 6 sqrt(L) u is the probabilistic bound of a sum of L terms
+    (below about 3e-8 per element to be exceeded; Higham and Mary, 2019)."""
+    matrix = weight.to(EXACT)
+    value, magnitude = x @ matrix.T, (x.abs() + x_error) @ matrix.abs().T
+    error = x_error @ matrix.abs().T + 6.0 * math.sqrt(x.shape[1]) * U32 * magnitude
+    if bias is not None:
+        value = value + bias.to(EXACT)
+        error = error + U32 * (value.abs() + error)
+    return value, error
+
+
+def _gated(activation: Activation, gate: Tensor, gate_error: Tensor, up: Tensor, up_error: Tensor) -> tuple[Tensor, Tensor]:
+    if activation is Activation.SWIGLU_OAI:
+        gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1.0
+        shaped = gate * torch.sigmoid(OAI_ALPHA * gate)
+    elif activation is Activation.GELU_TANH:
+        shaped = torch.nn.functional.gelu(gate, approximate="tanh")
+    else:
+        shaped = gate * torch.sigmoid(gate)
+    error = SLOPE * gate_error * (up.abs() + up_error) + shaped.abs() * up_error
+    # exp and tanh of a large argument lose that argument's size in units of the last place.
+    return shaped * up, error + 4.0 * U32 * gate.abs() * (shaped * up).abs()
+
+
+def finalized_truth(truth: RankTruth, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's finalized routed part ``[T, H]`` without a scale of the finalizer's, and its bound."""
+    weights = torch.where(truth.present, truth.weights, 0.0).unsqueeze(-1)
+    slack = torch.where(truth.present, truth.weight_bounds, 0.0).unsqueeze(-1)
+    value = (weights * truth.rows).sum(1)
+    error = (weights.abs() * truth.row_bounds + slack * (truth.rows.abs() + truth.row_bounds)).sum(1)
+    magnitude = (weights * truth.rows).abs().sum(1) + error
+    top_k = weights.shape[1]
+    # A finalizing kernel may round each term to the activation dtype, as profile A does.
+    error = error + bounds.growth(top_k + 1, dtype) * magnitude
+    return value, error + UNIT_ROUNDOFF[dtype] * (value.abs() + error) + bounds.ETA[dtype] * (top_k + 1)

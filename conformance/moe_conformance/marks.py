@@ -1,0 +1,77 @@
+"""How a conformance test says which clause it is about and which cases it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+Kind = Literal["consumer", "producer", "pair"]
+"""What the test is handed: ``tail`` (TailSubject), ``layer`` (LayerSubject) or ``pair`` (PairSubject)."""
+Breadth = Literal["few", "wide"]
+"""few: the profile's handful of shapes, for structural rules; wide: its covering array, for numeric ones."""
+FIXTURE: dict[Kind, str] = {"consumer": "tail", "producer": "layer", "pair": "pair"}
+Where = Callable[[Any], bool]
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "moe_conformance_test"
+
+
+@dataclass
+class ConformanceTest:
+    """The metadata of one test function."""
+
+    clause: str = ""
+    kind: Kind | None = None
+    variants: tuple[dict[str, Any], ...] = field(default=({},))
+    """Features laid over each of the profile's shapes; one case each."""
+    breadth: Breadth = "few"
+    where: Where | None = None
+    """Which cases the test can say something about; a test on a profile that has none is an error."""
+
+
+def metadata(function: Callable[..., Any]) -> ConformanceTest | None:
+    """The metadata of a test function; None where it has none."""
+    found: ConformanceTest | None = getattr(function, _ATTRIBUTE, None)
+    return found
+
+
+def clause(clause_id: str) -> Callable[[F], F]:
+    """The clause that a failure of this test blames first."""
+
+    def mark(function: F) -> F:
+        _metadata(function).clause = clause_id
+        return function
+
+    return mark
+
+
+def tails(*variants: dict[str, Any], breadth: Breadth = "few", where: Where | None = None) -> Callable[[F], F]:
+    """Runs the test with every consumer on synthetic outputs; it is handed ``tail``."""
+    return _cases("consumer", variants, breadth, where)
+
+
+def layers(*variants: dict[str, Any], breadth: Breadth = "few", where: Where | None = None) -> Callable[[F], F]:
+    """Runs the test with every producer on a layer; it is handed ``layer``."""
+    return _cases("producer", variants, breadth, where)
+
+
+def pairs(*variants: dict[str, Any], breadth: Breadth = "few", where: Where | None = None) -> Callable[[F], F]:
+    """Runs the test with every producer and consumer together; it is handed ``pair``."""
+    return _cases("pair", variants, breadth, where)
+
+
+def _cases(kind: Kind, variants: tuple[dict[str, Any], ...], breadth: Breadth, where: Where | None) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        found = _metadata(function)
+        found.kind, found.variants, found.breadth, found.where = kind, variants or ({},), breadth, where
+        return function
+
+    return mark
+
+
+def _metadata(function: Callable[..., Any]) -> ConformanceTest:
+    found = metadata(function)
+    if found is None:
+        found = ConformanceTest()
+        setattr(function, _ATTRIBUTE, found)
+    return found

@@ -1,0 +1,128 @@
+"""What a run consists of: every test of the suite with every case and backend that was asked for, before any of it runs."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from moe_conformance import suite
+from moe_conformance.marks import ConformanceTest, Kind, metadata
+from moe_conformance.profiles import get_profile
+
+
+class PlanRequest(BaseModel):
+    """What was asked for. Backends are names or ``module:object``; empty tuples mean none of that side."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    producers: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = ()
+    profile: str = "core"
+    ranks: tuple[int, ...] | None = None
+    """None: the profile's own."""
+    device: str = "cpu"
+    clauses: tuple[str, ...] = ()
+    """Empty: all."""
+    seed: int = 0
+    partners: tuple[str, ...] = ()
+    """``producer:NAME`` or ``consumer:NAME``: backends that only take part in pairs, to give the other side a partner."""
+
+
+class PlannedCase(BaseModel):
+    """One case that has to run. ``id`` is its pytest node id, relative to the suite's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    test: str
+    """``module.py::function``."""
+    clause: str
+    kind: Kind
+    producer: str | None = None
+    consumer: str | None = None
+    case: dict[str, Any]
+    case_id: str
+
+
+class Parameter(BaseModel):
+    """What one parametrised test is handed: its case and the backends' names."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    producer: str | None
+    consumer: str | None
+    case: Any
+    """TailCase or LayerCase."""
+
+    @property
+    def id(self) -> str:
+        """Backends, then the case."""
+        backends = "+".join(name for name in (self.producer, self.consumer) if name)
+        return f"{backends}:{self.case.id}"
+
+
+class PlanError(ValueError):
+    """The suite cannot run as asked; the message is one line."""
+
+
+@cache
+def suite_tests() -> dict[str, Callable[..., Any]]:
+    """Every conformance test by ``module.py::function``."""
+    found: dict[str, Callable[..., Any]] = {}
+    for module_info in pkgutil.iter_modules(suite.__path__):
+        if module_info.name.startswith("test_"):
+            module = importlib.import_module(f"moe_conformance.suite.{module_info.name}")
+            for name, value in vars(module).items():
+                if name.startswith("test_") and callable(value):
+                    found[f"{module_info.name}.py::{name}"] = value
+    return found
+
+
+def parameters(test: ConformanceTest, request: PlanRequest) -> list[Parameter]:
+    """The parameters of one test, in the order in which inputs can be reused: case by case, backend by backend."""
+    if test.kind is None:
+        return []
+    cases = get_profile(request.profile).cases(test, request.ranks, request.seed)
+    return [Parameter(producer=p, consumer=c, case=case) for case in cases for p, c in _backends(test.kind, request)]
+
+
+def plan(request: PlanRequest) -> list[PlannedCase]:
+    """Every case that the request runs."""
+    planned = []
+    for name, function in suite_tests().items():
+        test = metadata(function)
+        if test is None or test.kind is None:
+            raise PlanError(f"{name} says neither clause nor cases: mark it with @clause and @tails, @layers or @pairs")
+        if request.clauses and test.clause not in request.clauses:
+            continue
+        planned += [_planned(name, test, parameter) for parameter in parameters(test, request)]
+    return planned
+
+
+def _planned(name: str, test: ConformanceTest, parameter: Parameter) -> PlannedCase:
+    assert test.kind is not None
+    return PlannedCase(
+        id=f"{name}[{parameter.id}]",
+        test=name,
+        clause=test.clause,
+        kind=test.kind,
+        producer=parameter.producer,
+        consumer=parameter.consumer,
+        case=parameter.case.model_dump(mode="json"),
+        case_id=parameter.case.id,
+    )
+
+
+def _backends(kind: Kind, request: PlanRequest) -> Iterator[tuple[str | None, str | None]]:
+    if kind == "producer":
+        yield from ((name, None) for name in request.producers if f"producer:{name}" not in request.partners)
+    elif kind == "consumer":
+        yield from ((None, name) for name in request.consumers if f"consumer:{name}" not in request.partners)
+    else:
+        yield from ((p, c) for p in request.producers for c in request.consumers)
+

@@ -1,0 +1,1 @@
+"""The result of a run: one model, and the views of it."""
