@@ -130,6 +130,35 @@ def _nvfp4_block(values: list[float], global_scale: float) -> tuple[int, list[in
     return byte, [e2m1_code(f32(x * factor)) for x in values]
 
 
+def test_fp8_static_multiplies_with_the_reciprocal() -> None:
+    """0.68359375 / 7 is a tie, while the product with the rounded 1 / 7 is not: the codes differ."""
+    x, scale = 0.68359375, 7.0
+    expected = e4m3_byte(f32(x * f32(1.0 / scale)))
+    assert expected != e4m3_byte(x / scale), "the probe does not tell the two apart"
+    quant_out, _ = quantize(torch.tensor([[x]]).bfloat16(), QuantRecipe(QuantFormat.FP8_STATIC, scale=scale))
+    assert quant_out.view(torch.uint8).item() == expected
+
+
+@pytest.mark.parametrize(
+    "global_scale",
+    [
+        float.fromhex("0x1.d24926p-7"),  # fl(g * fl(7 / 6)) and fl(fl(7 g) / 6) lie on either side of a tie
+        float.fromhex("0x1.e00002p-1"),  # with a block scale of 1.125, so do fl(3 * fl(g / sf)) and fl(fl(3 g) / sf)
+    ],
+)
+def test_nvfp4_rounds_in_the_order_of_the_recipe(global_scale: float) -> None:
+    """A block of 7 and 3 whose code or scale another order of the same operations would change."""
+    values = [7.0, 3.0] + [0.0] * 14
+    byte, codes = _nvfp4_block(values, global_scale)
+    other_byte = e4m3_byte(f32(f32(global_scale * 7.0) / 6.0))
+    other_code = e2m1_code(f32(f32(3.0 * global_scale) / E4M3[byte]))
+    assert (other_byte, other_code) != (byte, codes[1]), "the probe does not tell the orders apart"
+    recipe = QuantRecipe(QuantFormat.NVFP4, global_scale=global_scale, scale_layout="linear")
+    quant_out, quant_scale = quantize(torch.tensor([values]).bfloat16(), recipe)
+    assert quant_scale.item() == byte
+    assert quant_out[0, 0].item() == codes[0] | codes[1] << 4
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (128, 64), (129, 80), (300, 2880)])
 def test_swizzled_layout_matches_the_offset_formula(tokens: int, hidden: int) -> None:
     """Every block's scale is where the contract's formula says, and every other byte is 0."""

@@ -30,6 +30,16 @@ def large_number(dtype: torch.dtype) -> float:
     return 2.0 ** SIGNIFICAND_BITS[dtype]
 
 
+def test_each_reference_declares_its_profile() -> None:
+    """The three built-in consumers are named and declared as documented, fp32 weights included."""
+    declared = {d.name: (d.profile, d.scale_placement) for d in (PROFILE_A, PROFILE_B, PROFILE_C)}
+    assert declared == {
+        "reference-a": (A, ScalePlacement.SUM),
+        "reference-b": (B, ScalePlacement.SUM),
+        "reference": (C, ScalePlacement.SUM),
+    }
+
+
 def one_token(
     rows: list[float],
     weights: list[float],
@@ -66,10 +76,11 @@ def test_terms_below_half_an_ulp_add_up_only_in_fp32(
 @DTYPES
 @pytest.mark.parametrize(("profile", "left"), [(A, 0.0), (B, 1.0), (C, 1.0)])
 def test_products_are_rounded_only_in_profile_a(dtype: torch.dtype, profile: RoundingProfile, left: float) -> None:
-    """(1 + u)^2 - (1 + 2u): profile A has rounded u^2 away before the subtraction."""
+    """(1 + u)^2 - (1 + 2u): profile A has rounded u^2 away before it adds, in either order of the slots."""
     u = 2.0 ** (1 - SIGNIFICAND_BITS[dtype])
-    output = one_token([1.0 + u, -(1.0 + 2 * u)], [1.0 + u, 1.0], dtype)
-    assert value(local_sum(output, profile)) == left * u * u
+    for order in (1, -1):
+        output = one_token([1.0 + u, -(1.0 + 2 * u)][::order], [1.0 + u, 1.0][::order], dtype)
+        assert value(local_sum(output, profile)) == left * u * u
 
 
 @DTYPES

@@ -84,8 +84,6 @@ class LayerCase(Shape):
     precomputed_weights: WeightsDtype = "activation"
     """PRECOMPUTED only: dtype of the weights that the router outside the kernel hands over."""
     weight_bias: float = 0.0
-    padded_hidden_size: int = 0
-    """Width that a quantised kernel would pad to; 0 for none. A producer that pads must finalize (ROWS-4)."""
     seed: int = 0
 
 

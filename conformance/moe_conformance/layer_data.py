@@ -90,7 +90,7 @@ def _cached_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | Non
 
 _NEUTRAL = {"tokens": 0, "top_k": 1, "ranks": 1, "ep": 1, "method": RoutingMethod.DEFAULT, "scale": 1.0, "skew": False,
             "num_groups": 1, "topk_groups": 1, "router_dtype": "float32", "precomputed_weights": "activation",
-            "weight_bias": 0.0, "padded_hidden_size": 0}  # fmt: skip
+            "weight_bias": 0.0}  # fmt: skip
 
 
 def _draw(case: LayerCase) -> Draw:

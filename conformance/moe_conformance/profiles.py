@@ -95,7 +95,7 @@ LAYER_DEFAULTS: dict[str, Fields] = {
     "core": {"num_experts": 32, "intermediate_size": 32},
     "full": {"num_experts": 64, "intermediate_size": 128},
 }
-LAYER_HIDDEN = {"smoke": 256, "core": 512, "full": 8192}
+LAYER_HIDDEN = {"smoke": 512, "core": 2880, "full": 8192}
 """Widest layer of a profile: a layer's oracle costs T * K * H * I in float64."""
 LAYER_TOKENS = {"smoke": 8, "core": 33, "full": 1024}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from moe_contract.backend import (
     Tail,
     TailCapacity,
     TailOutput,
+    UnsupportedError,
 )
 from moe_contract.config import MoEConfig
 from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.layer import MoELayer, PrecomputedRouting
+from moe_contract.limits import capacity_beyond, layer_beyond
 from moe_contract.outputs import MoEOutput, UnfinalizedMoEOutput
 
 
@@ -29,6 +31,8 @@ class _FunctionProducer:
     function: Callable[..., Any]
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
+        _refuse(self.declaration.name, layer_beyond(self.declaration, layer))
+
         def run(
             hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
         ) -> Tensor | UnfinalizedMoEOutput:
@@ -42,8 +46,11 @@ class _FunctionProducer:
 class _FunctionTail:
     group: RankGroup
     function: Callable[..., Any]
+    capacity: TailCapacity
 
     def __call__(self, output: MoEOutput, residual: Tensor, norm_weight: Tensor, **options: Any) -> TailOutput:
+        if (tokens := residual.shape[0]) > self.capacity.max_tokens:
+            raise UnsupportedError(f"CAP-1: {tokens} tokens, opened for at most {self.capacity.max_tokens}")
         options = {name: value for name, value in options.items() if name != "quant" or value is not None}
         result = self.function(self.group, output, residual, norm_weight, **options)
         return TailOutput(*result) if isinstance(result, tuple) else result
@@ -58,7 +65,14 @@ class _FunctionConsumer:
     function: Callable[..., Any]
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
-        return _FunctionTail(group, self.function)
+        _refuse(self.declaration.name, capacity_beyond(self.declaration, group, capacity))
+        return _FunctionTail(group, self.function, capacity)
+
+
+def _refuse(name: str, beyond: Iterator[str]) -> None:
+    """A function cannot be asked what it supports, so its declaration is enforced for it (CAP-1, CAP-2)."""
+    if reason := next(beyond, ""):
+        raise UnsupportedError(f"{name}: {reason}")
 
 
 def producer(**declared: Any) -> Callable[[Callable[..., Any]], Producer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from moe_contract import (
@@ -33,7 +33,7 @@ def expectation(**changes: object) -> Expectation:
         weights_dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return replace(base, **changes)  # type: ignore[arg-type]  # the tests name the fields
+    return replace(base, **changes)
 
 
 def lattice(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -98,7 +98,7 @@ class LonelyGroup:
 
     size: int = 2
     rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout_s: float = 1.0
     reductions: int = 0
 

@@ -61,6 +61,14 @@ def test_finalize_rounds_once() -> None:
     assert torch.equal(finalize(output), expected.expand(1, H))
 
 
+def test_products_are_not_rounded() -> None:
+    """(1 + 2^-7)^2 - 1 - 2^-6 is 2^-14 exactly; a product rounded to bf16 would leave nothing."""
+    rows = torch.tensor([1 + 2.0**-7, -1.0, -1.0], dtype=torch.bfloat16)[:, None].expand(3, H).contiguous()
+    weights = torch.tensor([[1 + 2.0**-7, 1.0, 2.0**-6]], dtype=torch.bfloat16)
+    output = UnfinalizedMoEOutput(rows, weights, torch.arange(3, dtype=torch.int32).reshape(1, 3))
+    assert torch.equal(finalize(output), torch.full((1, H), 2.0**-14, dtype=torch.bfloat16))
+
+
 def test_row_that_no_entry_names_never_reaches_the_result() -> None:
     """NaN in every unreferenced row, row 0 included, changes nothing."""
     output = triple()
@@ -127,7 +135,13 @@ def test_completion_writes_nothing_it_was_given() -> None:
     """Rows, weights, map and shared output hold the same bits afterwards."""
     output = layered()
     assert isinstance(output.routed, UnfinalizedMoEOutput) and output.shared_output is not None
-    given = [*vars(output.routed).values()][:3] + [output.shared_output]
+    routed = output.routed
+    given = [
+        routed.gemm2_permuted,
+        routed.expert_weights,
+        routed.expanded_idx_to_permuted_idx,
+        output.shared_output,
+    ]
     copies = [tensor.clone() for tensor in given]
     complete(output)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, copies, strict=True))
@@ -181,8 +195,8 @@ def test_expert_parallel_outputs_must_belong_together() -> None:
         (None, "OUT-1: output: got NoneType"),
         ("text", "OUT-1: output: got str"),
         ([triple()], "OUT-1: output: got list"),
-        (MoEOutput(None), "OUT-1: routed: got NoneType"),  # type: ignore[arg-type]
-        (MoEOutput(layered()), "OUT-1: routed: got MoEOutput"),  # type: ignore[arg-type]
+        (MoEOutput(None), "OUT-1: routed: got NoneType"),
+        (MoEOutput(layered()), "OUT-1: routed: got MoEOutput"),
         (lattice(T * H), r"OUT-1: routed: got shape \[64\], expected \[T, H\]"),
         (replace(triple(), gemm2_permuted=[1.0]), "OUT-1: gemm2_permuted: got list"),
         (replace(triple(), gemm2_permuted=lattice(2, 3, H)), r"ROWS-1: gemm2_permuted: got shape \[2, 3, 16\]"),
@@ -192,14 +206,14 @@ def test_expert_parallel_outputs_must_belong_together() -> None:
             r"MAP-1: expanded_idx_to_permuted_idx: got shape \[12\], expected \[T, K\]",
         ),
         (MoEOutput(triple(), lattice(1, H)), r"SHARED-1: shared_output: got shape \[1, 16\]"),
-        (MoEOutput(triple(), 3.0), "SHARED-1: shared_output: got float"),  # type: ignore[arg-type]
-        (MoEOutput(triple(), None, None), "OUT-1: routed_scaling_factor: got NoneType"),  # type: ignore[arg-type]
+        (MoEOutput(triple(), 3.0), "SHARED-1: shared_output: got float"),
+        (MoEOutput(triple(), None, None), "OUT-1: routed_scaling_factor: got NoneType"),
     ],
 )
 def test_what_cannot_be_completed_is_named(spoiled: object, message: str) -> None:
     """Nonsense, and shapes that torch would broadcast, are refused with clause and field."""
     with pytest.raises(ContractViolation, match=message):
-        complete(spoiled)  # type: ignore[arg-type]
+        complete(spoiled)
 
 
 def test_stray_row_is_not_read() -> None:
@@ -210,6 +224,17 @@ def test_stray_row_is_not_read() -> None:
         finalize(output)
 
 
+def test_row_offsets_past_32_bits_are_addressed() -> None:
+    """Rows whose element offset passes 2^31 are read where they are (MAP-6); untouched rows cost no memory."""
+    hidden, last = 7168, 299_594
+    assert last * hidden > 2**31
+    rows = torch.empty(last + 1, hidden, dtype=torch.bfloat16)
+    rows[last], rows[last - 1], rows[1] = 3.0, 2.0, 1.0
+    mapped = torch.tensor([[last, 1], [-1, last - 1]], dtype=torch.int32)
+    result = finalize(UnfinalizedMoEOutput(rows, torch.ones(2, 2, dtype=torch.bfloat16), mapped))
+    assert torch.equal(result, torch.tensor([[4.0], [2.0]], dtype=torch.bfloat16).expand(2, hidden))
+
+
 def test_callers_that_take_tensors_only_are_told_what_to_do() -> None:
     """require_tensor passes a tensor through and names the way out for anything pending."""
     tensor = lattice(T, H)
@@ -217,5 +242,5 @@ def test_callers_that_take_tensors_only_are_told_what_to_do() -> None:
     for pending in (triple(), layered()):
         with pytest.raises(PendingOutputError, match=r"DEFER-6: .*moe_contract\.complete\(output, group\)"):
             require_tensor(pending)
-    with pytest.raises(PendingOutputError, match="OUT-1: expected a finalized .* got NoneType"):
+    with pytest.raises(PendingOutputError, match=r"OUT-1: expected a finalized .* got NoneType"):
         require_tensor(None)

@@ -129,9 +129,9 @@ def test_attribute_that_raises_is_a_violation() -> None:
 def test_foreign_object_can_be_completed(make: Maker) -> None:
     """The reference completion takes them too, with their shared output and scale."""
     output, shared = as_foreign(make, triple()), lattice(T, H, seed=4)
-    assert_bitwise(finalize(output), exact_sum(triple()))  # type: ignore[arg-type]
+    assert_bitwise(finalize(output), exact_sum(triple()))
     exact = exact_sum(triple(), 2.0, shared)
-    assert_bitwise(complete(TheirOutput(output, shared, 2.0)), exact)  # type: ignore[arg-type]
-    assert_bitwise(complete(SimpleNamespace(routed=output)), exact_sum(triple()))  # type: ignore[arg-type]
+    assert_bitwise(complete(TheirOutput(output, shared, 2.0)), exact)
+    assert_bitwise(complete(SimpleNamespace(routed=output)), exact_sum(triple()))
     both = [output, TheirOutput(output)]
-    assert_bitwise(complete_expert_parallel(both), 2 * exact_sum(triple()))  # type: ignore[arg-type]
+    assert_bitwise(complete_expert_parallel(both), 2 * exact_sum(triple()))

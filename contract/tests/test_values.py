@@ -54,6 +54,17 @@ def test_doubled_row_is_named_with_both_places() -> None:
     assert violation.got == f"row {row}, which token 0, slot 2 has too"
 
 
+def test_first_of_several_doubled_rows_is_described() -> None:
+    """In token order, whatever the order of the rows; the others are counted."""
+    output = with_entries(
+        replace(triple(), expanded_idx_to_permuted_idx=torch.arange(T * K, dtype=torch.int32).reshape(T, K)),
+        (1, 1, 3),
+        (3, 2, 0),
+    )
+    violation = only(check(output, expectation()))
+    assert (violation.token, violation.slot, violation.value, violation.count) == (1, 1, 3, 2)
+
+
 def test_absent_slots_are_not_duplicates_of_each_other() -> None:
     """-1 may stand anywhere, any number of times."""
     mapped = torch.full((T, K), -1, dtype=torch.int32)
@@ -159,6 +170,13 @@ def test_weights_of_real_routers_are_never_blamed(dtype: torch.dtype) -> None:
             output = reinterpreted(weights)
             output.gemm2_permuted = output.gemm2_permuted.to(activation)
             assert check(output, expected) == []
+
+
+def test_tiny_float16_weights_are_legal() -> None:
+    """float16 has so little range that small probabilities are subnormal; the other dtypes are not like that."""
+    output = triple(torch.float16)
+    output.expert_weights.fill_(2.0**-20)
+    assert check(output, expectation(dtype=torch.float16, weights_dtype=torch.float16)) == []
 
 
 def test_values_of_a_broken_field_are_not_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from moe_contract import MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod, UnsupportedError
 from moe_contract.dtypes import dtype_name
+from moe_contract.limits import layer_beyond
 
 from .routing import INPUT_WEIGHTED_METHODS, check_routing
 
@@ -38,7 +38,7 @@ def check_layer(layer: MoELayer, declaration: ProducerDeclaration) -> None:
     """
     _check_weights(layer)
     check_routing(layer.routing, layer.num_experts)
-    if reason := next(_beyond(layer, declaration), ""):
+    if reason := next(layer_beyond(declaration, layer), ""):
         raise UnsupportedError(f"producer {declaration.name}: {reason}")
     # TF32 and bfloat16 passes keep 10 or 7 bits of the intermediate, which the declaration calls float32.
     if (precision := torch.get_float32_matmul_precision()) != "highest":
@@ -113,36 +113,6 @@ def _check_weights(layer: MoELayer) -> None:
         if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != layer.dtype):
             got = f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
             raise ValueError(f"experts.{name}: expected {list(shape)} {dtype_name(layer.dtype)}, got {got}")
-
-
-def _beyond(layer: MoELayer, declaration: ProducerDeclaration) -> Iterator[str]:
-    """Every declared limit that the layer exceeds, in words."""
-    chosen = {
-        "dtypes": dtype_name(layer.dtype),
-        "devices": layer.device.type,
-        "routing_methods": layer.routing.method,
-        "activations": layer.activation,
-    }
-    for field, value in chosen.items():
-        if value not in (supported := getattr(declaration, field)):
-            yield f"{value} is not among its {field} ({_names(supported)})"
-    limits = {
-        "max_top_k": layer.routing.top_k,
-        "max_hidden_size": layer.hidden_size,
-        "max_experts": layer.num_experts,
-    }
-    for field, size in limits.items():
-        if (limit := getattr(declaration, field)) is not None and size > limit:
-            yield f"{field} is {limit}, got {size}"
-    if layer.hidden_size % declaration.hidden_size_multiple:
-        yield f"hidden size must be a multiple of {declaration.hidden_size_multiple}, got {layer.hidden_size}"
-    weights = layer.experts
-    if not declaration.expert_biases and any(
-        b is not None for b in (weights.up_bias, weights.gate_bias, weights.down_bias)
-    ):
-        yield "expert biases are declared unsupported, but the layer has some"
-    if not declaration.expert_parallel and layer.num_local_experts != layer.num_experts:
-        yield "expert parallelism is declared unsupported, but the layer is a part of the experts"
 
 
 def _names(values: AbstractSet[str]) -> str:

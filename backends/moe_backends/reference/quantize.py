@@ -49,7 +49,7 @@ def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shap
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """float32 to float8_e4m3fn, nearest even, saturating. The cast alone turns values past the range into NaN."""
+    """float32 to float8_e4m3fn, nearest even, saturating: past the range, torch's cast saturates or gives NaN by version."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 

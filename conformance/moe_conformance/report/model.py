@@ -101,6 +101,8 @@ class Selection(_Record):
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     ranks: tuple[int, ...]
+    ranks_given: bool = False
+    """Whether ``--tp`` gave them; otherwise they are the profile's."""
     clauses: tuple[str, ...] = ()
     """Empty: all."""
     device: str = "cpu"
@@ -125,6 +127,8 @@ class Report(_Record):
     manifest: tuple[str, ...] = ()
     """Ids that had to run."""
     cases: tuple[CaseResult, ...]
+    suite_errors: tuple[str, ...] = ()
+    """What went wrong outside any case, such as a test file that cannot be collected; one line each."""
     command: str = ""
     """The command that repeats the run."""
 
@@ -141,7 +145,7 @@ class Report(_Record):
     @property
     def exit_status(self) -> int:
         """0 all clauses hold for what ran; 1 one is broken; 2 a suite error; 3 nothing ran."""
-        if any(case.suite_error or case.verdict is Verdict.VACUOUS for case in self.cases):
+        if self.suite_errors or any(case.suite_error or case.verdict is Verdict.VACUOUS for case in self.cases):
             return 2
         if any(case.broken for case in self.cases):
             return 1

@@ -81,6 +81,10 @@ class LayerSubject:
     def run(self, config: MoEConfig | None = None) -> list[RoutedOutput]:
         """One call on every rank; what each returned, untouched."""
         self.require_support()
+        return self.run_unchecked(config)
+
+    def run_unchecked(self, config: MoEConfig | None = None) -> list[RoutedOutput]:
+        """One call on every rank, whether or not the declaration covers the case."""
         config = config or self.config()
         parts, inputs = self.parts, self.inputs
 
@@ -93,14 +97,22 @@ class LayerSubject:
     def run_forward(self, config: MoEConfig, *, reduce_results: bool = False) -> list[MoEOutput | Tensor]:
         """The layer's forward pass around the producer on every rank, shared expert and remaining scale included."""
         self.require_support()
-        parts, inputs = self.parts, self.inputs
+        self.prepare()
 
         def one_rank(group: ThreadRankGroup) -> MoEOutput | Tensor:
-            part = on_device(parts[group.rank], self.settings.device)
-            forward = MoEForward(self.producer, part, config, group, reduce_results=reduce_results)
-            return forward(*self.batch(inputs))
+            return self.forward(group, config, reduce_results=reduce_results)
 
         return on_every_rank(self.name, self.settings, self.case.ranks, one_rank)
+
+    def prepare(self) -> None:
+        """Makes inputs and parts, once, before several ranks' threads ask for them."""
+        _ = self.inputs, self.parts
+
+    def forward(self, group: ThreadRankGroup, config: MoEConfig, *, reduce_results: bool) -> MoEOutput | Tensor:
+        """One rank's forward pass, on that rank's thread."""
+        part = on_device(self.parts[group.rank], self.settings.device)
+        forward = MoEForward(self.producer, part, config, group, reduce_results=reduce_results)
+        return forward(*self.batch(self.inputs))
 
     def batch(self, inputs: LayerInputs) -> tuple[Tensor, Tensor | PrecomputedRouting]:
         """A copy of the hidden states and logits on the device."""

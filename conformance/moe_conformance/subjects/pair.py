@@ -71,7 +71,8 @@ class PairSubject:
             max_tokens=self.case.tokens,
             tp_size=self.case.ranks,
             device=self.settings.device,
-            method=self.case.method,
+            routing_method=self.case.method,
+            ep_size=self.case.ep,
         )
 
     def require_support(self) -> None:

@@ -68,6 +68,13 @@ class TailSubject:
     def run_calls(self, calls: Sequence[TailInputs], before: BeforeCall | None = None) -> list[list[TailOutput]]:
         """Several calls back to back in one opened tail; ``result[call][rank]``."""
         self.require_support()
+        return self._run_calls(calls, before)
+
+    def run_unchecked(self) -> list[TailOutput]:
+        """One call, whether or not the declaration covers it."""
+        return self._run_calls([self.inputs], None)[0]
+
+    def _run_calls(self, calls: Sequence[TailInputs], before: BeforeCall | None) -> list[list[TailOutput]]:
         largest = max(calls, key=lambda call: call.residual.shape[0])
         capacity = largest.capacity(self.case.model_copy(update={"tokens": largest.residual.shape[0]}))
         prepared = [[fresh_copy(call, rank, self.settings.device) for call in calls] for rank in range(self.case.ranks)]
@@ -81,8 +88,7 @@ class TailSubject:
                 tail.close()
 
         by_rank = on_every_rank(self.name, self.settings, self.case.ranks, one_rank)
-        results = [[_checked(self.name, outputs[number], call) for outputs in by_rank] for number, call in enumerate(calls)]
-        return results
+        return [[_checked(self.name, outputs[number], call) for outputs in by_rank] for number, call in enumerate(calls)]
 
     def judge(self, outputs: list[TailOutput], inputs: TailInputs | None = None, *, controls: bool = True) -> None:
         """Stages 2 and 3: residual_out against the oracle, norm_out against the norm of the observed residual."""

@@ -1,0 +1,147 @@
+"""The commands and their options. Each command imports what it needs when it runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_conformance.cli.errors import EXIT_USAGE, CommandError, one_line
+
+PROGRAM = "moe-conformance"
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+app = typer.Typer(
+    name=PROGRAM,
+    help="Decides whether mixture-of-experts kernels keep the contract for unfinalized outputs.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Names = list[str]
+ProducerOption = Annotated[
+    Names | None,
+    typer.Option("--producer", metavar="NAME", help="producer: an installed name or module:object; repeatable"),
+]
+ConsumerOption = Annotated[
+    Names | None,
+    typer.Option("--consumer", metavar="NAME", help="consumer: an installed name or module:object; repeatable"),
+]
+ProfileOption = Annotated[str, typer.Option("--profile", metavar="NAME", help="smoke, core, full or model:NAME")]
+SizesOption = Annotated[
+    str | None, typer.Option("--tp", metavar="1,2,4,8", help="tensor-parallel sizes; default: the profile's own")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="cpu|cuda", help="default: cuda where there is a GPU")
+]
+ClauseOption = Annotated[
+    Names | None, typer.Option("--clause", metavar="ID", help="only the tests of this clause; repeatable")
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="seed of all inputs")]
+
+
+@app.command()
+def run(
+    producer: ProducerOption = None,
+    consumer: ConsumerOption = None,
+    profile: ProfileOption = "core",
+    tp: SizesOption = None,
+    device: DeviceOption = None,
+    clause: ClauseOption = None,
+    seed: SeedOption = 0,
+    workers: Annotated[
+        str, typer.Option("-n", metavar="WORKERS", help="worker processes; auto: one per core, one for few cases")
+    ] = "auto",
+    shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="run only part I of N")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="write report.json and junit.xml there")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")] = 30.0,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="failures and the last line only")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="shorten nothing; show what workers wrote to stderr")
+    ] = False,
+) -> None:
+    """Run the suite on backends and report which clauses hold.
+
+    Without --producer and --consumer every installed backend that can run here takes part. With only one side
+    named, the reference is its partner in pairs. Exit status: 0 all clauses hold for what ran, 1 a clause is broken,
+    2 wrong usage or a suite error, 3 nothing ran.
+    """
+    from moe_conformance.cli.run import RunOptions, run_command
+    from moe_conformance.cli.selection import Asked
+
+    asked = Asked(tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed)
+    options = RunOptions(workers, shard, report, timeout, verbosity=verbose - quiet)
+    raise typer.Exit(run_command(asked, options))
+
+
+@app.command("list")
+def list_things(
+    what: Annotated[str, typer.Argument(metavar="backends|clauses|cases|profiles|models", help="what to list")],
+    producer: ProducerOption = None,
+    consumer: ConsumerOption = None,
+    profile: ProfileOption = "core",
+    tp: SizesOption = None,
+    device: DeviceOption = None,
+    clause: ClauseOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """List backends, clauses, cases, profiles or models; the options select cases as they do for run."""
+    from moe_conformance.cli.listing import list_command
+    from moe_conformance.cli.selection import Asked
+
+    list_command(
+        what, Asked(tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed)
+    )
+
+
+@app.command()
+def explain(clause: Annotated[str, typer.Argument(metavar="CLAUSE", help="its id, such as MAP-4")]) -> None:
+    """Say what a clause asks for, why, where to look first, and which tests check it."""
+    from moe_conformance.cli.explain import explain_command
+
+    explain_command(clause)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what can run on this machine, and why the rest cannot."""
+    from moe_conformance.doctor import doctor_command
+
+    doctor_command()
+
+
+def main() -> None:
+    """The entry point: a mistake of the user is one line on stderr and exit status 2, never a traceback."""
+    raise SystemExit(invoke(sys.argv[1:]))
+
+
+def invoke(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit status."""
+    try:
+        status = app(arguments, prog_name=PROGRAM, standalone_mode=False)
+    except CommandError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough; closing stdout again at exit must not complain either.
+        sys.stdout = None  # type: ignore[assignment]  # what the interpreter itself sets when there is no stdout
+        return 0
+    except Exception as error:
+        # typer's own usage errors: their base class moved between the versions that are supported.
+        if not hasattr(error, "format_message"):
+            raise
+        message = one_line(error.format_message())
+        return _refuse(message) if message else EXIT_USAGE
+    return status if isinstance(status, int) else 0
+
+
+def _refuse(message: object) -> int:
+    print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr)
+    return EXIT_USAGE

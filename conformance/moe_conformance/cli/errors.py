@@ -1,0 +1,26 @@
+"""What the commands raise for a user's mistake."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_USAGE = 2
+"""Wrong usage, or an error of the suite."""
+
+
+class CommandError(Exception):
+    """Wrong usage; the message is one line: what was expected, what came, what to do."""
+
+
+def one_line(text: object) -> str:
+    """The text without line breaks."""
+    return " ".join(str(text).split())
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> CommandError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    suggestion = f"; did you mean {near[0]!r}?" if near else ""
+    return CommandError(f"unknown {what} {name!r}{suggestion} (known: {', '.join(names)})")

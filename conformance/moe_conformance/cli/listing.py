@@ -1,0 +1,84 @@
+"""``moe-conformance list``: plain lines, one thing each, for eyes and for grep."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+from moe_conformance.cli.errors import CommandError, unknown
+from moe_conformance.cli.selection import Asked, choose_device, installed_candidates, select
+from moe_conformance.models import models
+from moe_conformance.plan import PlanError, plan
+from moe_conformance.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
+from moe_conformance.report.terminal import make_console
+from moe_contract.clauses import registry
+
+
+def list_command(what: str, asked: Asked) -> None:
+    """Prints what was asked for; raises CommandError for an unknown list."""
+    lists: dict[str, Callable[[Asked], None]] = {
+        "backends": _backends,
+        "clauses": _clauses,
+        "cases": _cases,
+        "profiles": _profiles,
+        "models": _models,
+    }
+    if what not in lists:
+        raise unknown("list", what, lists)
+    lists[what](asked)
+
+
+def _backends(asked: Asked) -> None:
+    candidates = installed_candidates(choose_device(asked.device))
+    width = max((len(candidate.name) for candidate in candidates), default=0)
+    for candidate in candidates:
+        declared = candidate.declaration
+        version = declared.version if declared else "-"
+        state = f"cannot run here: {candidate.not_run_reason}" if candidate.not_run_reason else "can run here"
+        _print_entry(f"{candidate.name:<{width}}  {candidate.side:<8}  {version:<8}  ", state)
+
+
+def _clauses(asked: Asked) -> None:
+    for clause in registry().values():
+        level = "" if clause.level == "MUST" else f"({clause.level}) "
+        _print_entry(f"{clause.id:<9} {clause.side:<9} ", f"{level}{clause.text}")
+
+
+def _cases(asked: Asked) -> None:
+    try:
+        planned = plan(select(asked).request)
+    except PlanError as error:
+        raise CommandError(str(error)) from error
+    for case in planned:
+        print(f"{case.clause:<9} {case.id}")
+
+
+def _profiles(asked: Asked) -> None:
+    for name in PROFILE_NAMES:
+        sizes = ",".join(map(str, get_profile(name).default_ranks))
+        print(f"{name:<8} tensor-parallel sizes {sizes}")
+    _print_entry(f"{MODEL_PREFIX}NAME ", "the layer of one model, see moe-conformance list models")
+
+
+def _models(asked: Asked) -> None:
+    width = max(len(name) for name in models())
+    for name, model in models().items():
+        sizes = ",".join(map(str, model.tp))
+        print(
+            f"{name:<{width}}  H {model.hidden_size:<5}  experts {model.num_experts:<4} top_k {model.top_k:<3} "
+            f"tp {sizes}"
+        )
+
+
+def _print_entry(head: str, text: str) -> None:
+    """A line that is folded under its own text on a narrow terminal."""
+    width = make_console().width
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print("\n".join(lines) or head.rstrip())

@@ -1,0 +1,87 @@
+"""``moe-conformance run``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from moe_conformance.cli.errors import CommandError
+from moe_conformance.cli.selection import Asked, select
+from moe_conformance.plan import PlanError, PlanRequest, plan
+from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
+from moe_conformance.report.terminal import make_console, print_report
+from moe_conformance.report.writer import ReportFolderError, prepare_folder
+from moe_conformance.runner import Shard, ShardError, run
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options that do not select cases, as the user wrote them."""
+
+    workers: str
+    shard: str | None
+    report: Path | None
+    timeout_s: float
+    verbosity: int
+
+
+def run_command(asked: Asked, options: RunOptions) -> int:
+    """Runs, prints, writes; the exit status. Every option is checked before the first case runs."""
+    workers, shard = parse_workers(options.workers), parse_shard(options.shard)
+    if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
+        raise CommandError(f"--timeout: expected seconds above 0, got {options.timeout_s}")
+    selected = select(asked)
+    try:
+        if options.report is not None:
+            prepare_folder(options.report)
+        total = _count(selected.request, shard)
+        console = make_console()
+        with _progress(console, total, options.verbosity) as progress:
+            report = run(
+                selected.request,
+                workers=workers,
+                shard=shard,
+                report_dir=options.report,
+                progress=progress,
+                timeout_s=options.timeout_s,
+                backends=selected.backends,
+                command=shlex.join(["moe-conformance", *sys.argv[1:]]),
+                verbose=options.verbosity > 0,
+            )
+    except (ReportFolderError, PlanError) as error:
+        raise CommandError(str(error)) from error
+    print_report(report, console, verbosity=options.verbosity)
+    return report.exit_status
+
+
+def parse_workers(text: str) -> int | None:
+    """A number of processes; None for ``auto``."""
+    if text == "auto":
+        return None
+    if not (text.isdecimal() and int(text) > 0):
+        raise CommandError(f"-n: expected auto or a number of worker processes from 1, got {text!r}")
+    return int(text)
+
+
+def parse_shard(text: str | None) -> Shard | None:
+    """``I/N``; raises CommandError."""
+    try:
+        return None if text is None else Shard.parse(text)
+    except ShardError as error:
+        raise CommandError(f"--shard: {error}") from error
+
+
+def _count(request: PlanRequest, shard: Shard | None) -> int:
+    return sum(shard is None or shard.holds(case.id) for case in plan(request))
+
+
+def _progress(console: Console, total: int, verbosity: int) -> TerminalProgress | LogProgress | nullcontext[Progress]:
+    if verbosity < 0 or total == 0:
+        return nullcontext(Silent())
+    return TerminalProgress(console, total) if console.is_terminal else LogProgress(console, total)

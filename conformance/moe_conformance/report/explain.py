@@ -1,0 +1,58 @@
+"""Failures of composite tests that a clause broken elsewhere accounts for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from moe_conformance.report.model import CaseResult
+from moe_conformance.verdicts import Verdict
+
+COMPOSITE = frozenset({"NUM-1", "NUM-2", "DEFER-5", "DEFER-6", "RED-5"})
+"""Clauses whose tests put everything together, so that one broken rule breaks them too."""
+Case = Mapping[str, Any]
+FEATURES: Mapping[str, Callable[[Case], bool]] = {
+    "MAP-4": lambda case: case.get("absent", "none") != "none",
+    "SCALE-1": lambda case: case.get("scale", 1.0) != 1.0,
+    "SCALE-2": lambda case: case.get("scale", 1.0) != 1.0,
+    "SHARED-1": lambda case: bool(case.get("shared") or case.get("shared_intermediate_size")),
+    "SHARED-2": lambda case: bool(case.get("shared") or case.get("shared_intermediate_size")),
+    "RED-1": lambda case: case.get("ranks", 1) > 1,
+    "RED-2": lambda case: case.get("ranks", 1) > 1,
+    "WGT-2": lambda case: "float32" in (case.get("weights_dtype"), case.get("precomputed_weights")),
+    "NORM-2": lambda case: bool(case.get("weight_bias")),
+    "OUT-1": lambda case: case.get("form") == "finalized",
+    "OUT-2": lambda case: case.get("tokens") == 0,
+    "QUANT-1": lambda case: bool(case.get("quant")),
+    "ROWS-6": lambda case: bool(case.get("biases")),
+    "MAP-5": lambda case: case.get("ep", 1) > 1,
+}
+"""Clause: whether a case has what the clause is about. The first that fits is blamed."""
+
+
+def explain_failures(cases: Iterable[CaseResult]) -> tuple[CaseResult, ...]:
+    """The same results, with ``explained_by`` where a clause that the same backend breaks by itself accounts for one."""
+    results = tuple(cases)
+    broken = {
+        (backend, case.clause)
+        for case in results
+        if case.verdict is Verdict.FAIL and case.clause not in COMPOSITE and case.blamed == case.clause
+        for backend in _backends(case)
+    }
+    return tuple(_explained(case, broken) for case in results)
+
+
+def _explained(case: CaseResult, broken: set[tuple[str, str]]) -> CaseResult:
+    diagnosed = bool(case.violations) and case.violations[0].clause != case.clause
+    if case.verdict is not Verdict.FAIL or case.clause not in COMPOSITE or diagnosed or case.explained_by:
+        return case
+    for clause, has_feature in FEATURES.items():
+        if has_feature(case.case) and any((backend, clause) in broken for backend in _backends(case)):
+            return case.model_copy(update={"explained_by": clause})
+    return case
+
+
+def _backends(case: CaseResult) -> list[str]:
+    """Backends with their side: a backend may be both, and its producer is not to blame for its consumer."""
+    sides = {"producer": case.producer, "consumer": case.consumer}
+    return [f"{side}:{name}" for side, name in sides.items() if name]

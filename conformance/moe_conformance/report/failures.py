@@ -1,0 +1,153 @@
+"""Failures grouped as their reader sees them: one block for each thing that is wrong, not for each case."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from moe_conformance.report.model import CaseResult, Selection
+from moe_conformance.verdicts import Verdict
+from moe_contract import UnknownClauseError, Violation, get_clause
+
+SIZES = ("T", "K", "H", "N", "")
+"""Letters of the first five parts of a case id; the last is the dtype."""
+
+
+@dataclass
+class FailureGroup:
+    """Cases that fail in the same way; the first one is shown."""
+
+    verdict: Verdict
+    clause: str
+    """The clause they are blamed on; empty for errors, which are no clause's."""
+    subject: str
+    """``consumer NAME``, ``producer NAME`` or ``pair P x C``."""
+    cases: list[CaseResult]
+    explained: list[CaseResult]
+    """Failures of other tests that this one accounts for."""
+
+    @property
+    def shown(self) -> CaseResult:
+        """The case that stands for all."""
+        return self.cases[0]
+
+
+def group_failures(cases: Iterable[CaseResult]) -> list[FailureGroup]:
+    """Broken cases, grouped by (blamed clause, backends, hint); the most frequent first within a verdict."""
+    groups: dict[tuple[str, ...], FailureGroup] = {}
+    explained = []
+    for case in cases:
+        if case.explained_by:
+            explained.append(case)
+        elif case.broken:
+            clause = case.blamed if case.verdict is Verdict.FAIL else ""
+            key = (case.verdict.value, clause, subject(case), _same_cause(case))
+            groups.setdefault(key, FailureGroup(case.verdict, clause, subject(case), [], [])).cases.append(case)
+    for case in explained:
+        _attach(case, groups)
+    order = [Verdict.FAIL, Verdict.OVER_CLAIMED, Verdict.ERROR, Verdict.VACUOUS]
+    return sorted(groups.values(), key=lambda group: (order.index(group.verdict), -len(group.cases)))
+
+
+def subject(case: CaseResult) -> str:
+    """Side and name of what the case ran."""
+    if case.producer and case.consumer:
+        return f"pair {case.pair}"
+    return f"producer {case.producer}" if case.producer else f"consumer {case.consumer}"
+
+
+def block(group: FailureGroup, selection: Selection) -> Iterator[tuple[str, str]]:
+    """The lines of one group as (style, text); the caller wraps and indents all but the first and commands."""
+    case = group.shown
+    clause = f"  {group.clause}" if group.clause else ""
+    yield "header", f"{group.verdict.value.upper()}{clause}  {group.subject}  {describe_case(case)}{place(case)}"
+    if group.clause:
+        yield "text", clause_text(group.clause)
+    if case.violations:
+        first = case.violations[0]
+        yield "values", f"{first.field}: got {first.got}  expected {first.expected.replace(', bound', '  bound')}"
+        if first.hint:
+            yield "hint", first.hint
+    else:
+        yield "values", case.reason
+    yield from (("count", text) for text in _counts(group))
+    if group.clause:
+        yield "command", f"more: moe-conformance explain {group.clause}"
+    yield "command", f"reproduce: {reproduce(case, selection)}"
+
+
+def describe_case(case: CaseResult) -> str:
+    """``T=17 K=8 H=2048 tp=2 bf16`` and the features that are not at their defaults."""
+    parts = case.case_id.split("-", len(SIZES))
+    if len(parts) < len(SIZES):
+        return case.case_id
+    tokens, top_k, hidden, ranks, dtype = parts[: len(SIZES)]
+    features = "".join(f" {rest}" for rest in parts[len(SIZES) :])
+    return f"T={tokens[1:]} K={top_k[1:]} H={hidden[1:]} tp={ranks[1:]} {dtype}{features}"
+
+
+def place(case: CaseResult) -> str:
+    """Rank, token, slot and column of the first violation."""
+    if not case.violations:
+        return ""
+    first = case.violations[0]
+    places = {"rank": first.rank, "token": first.token, "slot": first.slot, "column": first.column}
+    known = ", ".join(f"{name} {at}" for name, at in places.items() if at is not None)
+    return f"   {known}" if known else ""
+
+
+def clause_text(clause_id: str) -> str:
+    """What the clause says."""
+    try:
+        return get_clause(clause_id).text
+    except UnknownClauseError:
+        return f"{clause_id} is not in the clause registry"
+
+
+def reproduce(case: CaseResult, selection: Selection) -> str:
+    """The command that runs this case again, with as little else as the options allow."""
+    parts = ["moe-conformance", "run"]
+    for option, name in (("--producer", case.producer), ("--consumer", case.consumer)):
+        parts += [option, name] if name else []
+    parts += ["--clause", case.clause, "--profile", selection.profile]
+    if selection.ranks_given:
+        parts += ["--tp", ",".join(map(str, selection.ranks))]
+    if selection.device != "cpu":
+        parts += ["--device", selection.device]
+    if selection.seed:
+        parts += ["--seed", str(selection.seed)]
+    return shlex.join(parts)
+
+
+def _same_cause(case: CaseResult) -> str:
+    """What two cases share when the same thing is wrong: the hint, or the reason, without its numbers."""
+    text = _cause_of(case.violations[0]) if case.violations else case.reason
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", text)
+
+
+def _cause_of(violation: Violation) -> str:
+    return violation.hint or violation.field
+
+
+def _attach(case: CaseResult, groups: dict[tuple[str, ...], FailureGroup]) -> None:
+    backends = {case.producer, case.consumer} - {None}
+    for group in groups.values():
+        if group.clause == case.explained_by and backends & {group.shown.producer, group.shown.consumer}:
+            group.explained.append(case)
+            return
+    key = (case.verdict.value, case.blamed, subject(case), "explained")
+    groups[key] = FailureGroup(case.verdict, case.blamed, subject(case), [case], [])
+
+
+def _counts(group: FailureGroup) -> Iterator[str]:
+    if len(group.cases) > 1:
+        by_clause = Counter(case.clause for case in group.cases)
+        tests = ", ".join(f"{clause} {count}" for clause, count in by_clause.most_common())
+        yield f"{len(group.cases)} cases end like this, the first is shown; by tested clause: {tests}"
+    if group.explained:
+        by_clause = Counter(case.clause for case in group.explained)
+        tests = ", ".join(f"{clause} {count}" for clause, count in by_clause.most_common())
+        yield f"accounts for {len(group.explained)} failures of composite tests too: {tests}"

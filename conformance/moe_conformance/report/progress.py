@@ -1,0 +1,126 @@
+"""How far a run is: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from moe_conformance.report.model import CaseResult
+
+PERCENT_STEP = 10
+SECONDS_STEP = 10.0
+"""A log gets a line after this share of the cases or this time, whichever comes first: few lines for a quick run, and a
+slow one shows that it is alive."""
+
+
+class Progress(Protocol):
+    """Is told of each result as it comes."""
+
+    def advance(self, result: CaseResult) -> None:
+        """One more case has its result."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def advance(self, result: CaseResult) -> None:
+        """Does nothing."""
+
+
+class Counts:
+    """What a line of progress says besides the share: broken cases so far."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.broken = 0
+
+    def add(self, result: CaseResult) -> None:
+        """Counts one result."""
+        self.done += 1
+        self.broken += result.broken
+
+
+class TerminalProgress:
+    """A bar with the rate and the time left; gone when the run is over."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._counts = Counts()
+        self._bar = Bar(
+            TextColumn("running"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[broken]}", style="red"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("running", total=total, broken="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, result: CaseResult) -> None:
+        """Moves the bar."""
+        self._counts.add(result)
+        broken = f"{self._counts.broken} broken" if self._counts.broken else ""
+        self._bar.update(self._task, advance=1, broken=broken)
+
+
+class LogProgress:
+    """Plain lines, for a console that is not a terminal."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total = console, total
+        self._counts = Counts()
+        self._began = self._last = time.monotonic()
+        self._next_percent = PERCENT_STEP
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves the lines."""
+
+    def advance(self, result: CaseResult) -> None:
+        """Prints a line when a step is passed."""
+        self._counts.add(result)
+        now = time.monotonic()
+        percent = 100 * self._counts.done // max(self._total, 1)
+        due = percent >= self._next_percent or now - self._last >= SECONDS_STEP
+        if not due or self._counts.done == self._total:
+            return
+        self._last = now
+        self._next_percent = percent // PERCENT_STEP * PERCENT_STEP + PERCENT_STEP
+        rate = self._counts.done / max(now - self._began, 1e-9)
+        left = (self._total - self._counts.done) / rate
+        self._console.print(
+            f"{percent:3d} %  {self._counts.done}/{self._total} cases  {rate:.1f}/s  "
+            f"about {left:.0f} s left  {self._counts.broken} broken",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class _Rate(ProgressColumn):
+    """Cases per second."""
+
+    def render(self, task: Task) -> Text:
+        """The rate of the last half minute, as rich keeps it."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.1f}/s")

@@ -1,0 +1,154 @@
+"""One run: from a plan to a report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from moe_conformance.plan import PlanRequest, plan
+from moe_conformance.profiles import get_profile
+from moe_conformance.report.environment import environment
+from moe_conformance.report.explain import explain_failures
+from moe_conformance.report.model import BackendRecord, Report, Selection
+from moe_conformance.report.progress import Progress, Silent
+from moe_conformance.report.writer import write_report
+from moe_conformance.runner.collector import Collector
+from moe_conformance.runner.environment import quiet_stderr, stops_on_sigterm, suite_environment
+from moe_conformance.runner.sharding import Shard
+
+FEW_CASES = 40
+"""Below this one worker is quicker: every worker imports torch first, which takes as long as about 40 small cases."""
+MOST_CRASHES = 50
+"""Workers that are replaced before the rest is left: each costs an import of torch, and by then the point is made."""
+GPU_WORKERS = 4
+"""Most workers by default on a GPU: each has its own CUDA context of about half a gigabyte."""
+DEFAULT_TIMEOUT_S = 30.0
+
+
+def run(
+    request: PlanRequest,
+    *,
+    workers: int | None = None,
+    shard: Shard | None = None,
+    report_dir: Path | None = None,
+    progress: Progress | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    backends: Sequence[BackendRecord] = (),
+    command: str = "",
+    verbose: bool = False,
+) -> Report:
+    """Runs every case of the request's plan in worker processes; never raises for what a backend does.
+
+    Args:
+        request: what to run.
+        workers: worker processes; None to choose from the number of cases and cores.
+        shard: only this part of the cases.
+        report_dir: where the files of the report go; None for none.
+        progress: is told of every result.
+        timeout_s: how long one case may take.
+        backends: what the report says of the backends.
+        command: what the report gives as the command that repeats the run.
+        verbose: shows what workers wrote to stderr.
+    """
+    started, clock = datetime.now(UTC), time.monotonic()
+    planned = [case for case in plan(request) if shard is None or shard.holds(case.id)]
+    collector = Collector(planned, progress or Silent(), timeout_s)
+    stopped_by = ""
+    if planned:
+        count = workers or default_workers(len(planned), request.device)
+        stopped_by = _run_pytest(collector, pytest_arguments(request, shard, count, timeout_s), verbose)
+    cases = explain_failures(collector.finish(_why_not_run(collector, stopped_by)))
+    report = Report(
+        complete=not stopped_by,
+        started=started.isoformat(timespec="seconds"),
+        duration_s=round(time.monotonic() - clock, 2),
+        selection=_selection(request, shard),
+        environment=environment(request.device),
+        backends=tuple(backends),
+        manifest=tuple(case.id for case in planned),
+        cases=cases,
+        suite_errors=tuple(collector.suite_errors),
+        command=command,
+    )
+    if report_dir is not None:
+        write_report(report, report_dir)
+    return report
+
+
+def default_workers(cases: int, device: str) -> int:
+    """How many worker processes pay off."""
+    if cases < FEW_CASES:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, cases, GPU_WORKERS) if device == "cuda" else min(cores, cases)
+
+
+def pytest_arguments(request: PlanRequest, shard: Shard | None, workers: int, timeout_s: float) -> list[str]:
+    """The arguments of the controller, which xdist hands to the workers as well."""
+    suite = str(files("moe_conformance") / "suite")
+    # The suite is its own root: the configuration and the conftest of the user's current folder have no part in it.
+    root = [suite, "-c", f"{suite}/pytest.ini", "--rootdir", suite, "--confcutdir", suite]
+    # -s: a worker's output goes to its stderr; crash dumps need a real file there, which pytest's capture is not.
+    plugins = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    for name in ("xdist.plugin", "moe_conformance.plugin", "moe_conformance.runner.sharding"):
+        plugins += ["-p", name]
+    spread = ["-n", str(workers), "--max-worker-restart", str(MOST_CRASHES)]
+    options = ["--moe-profile", request.profile, "--moe-device", request.device, "--moe-seed", str(request.seed)]
+    options += ["--moe-timeout", str(timeout_s)]
+    repeated = {
+        "--moe-producer": request.producers,
+        "--moe-consumer": request.consumers,
+        "--moe-partner": request.partners,
+        "--moe-clause": request.clauses,
+    }
+    options += [part for option, values in repeated.items() for value in values for part in (option, value)]
+    if request.ranks:
+        options += ["--moe-tp", ",".join(map(str, request.ranks))]
+    if shard is not None:
+        options += ["--moe-shard", str(shard)]
+    return [*root, *plugins, *spread, *options]
+
+
+def _run_pytest(collector: Collector, arguments: list[str], verbose: bool) -> str:
+    """Runs the workers; what stopped them before the end, or nothing."""
+    status: int | pytest.ExitCode = pytest.ExitCode.OK
+    try:
+        with suite_environment(), stops_on_sigterm(), quiet_stderr(verbose):
+            status = pytest.main(arguments, plugins=[collector])
+    except KeyboardInterrupt:
+        collector.interrupted = True
+    if status == pytest.ExitCode.USAGE_ERROR:
+        collector.suite_errors.append("pytest refused its arguments: is another version of pytest or xdist installed?")
+    return "an interrupt" if collector.interrupted else ""
+
+
+def _why_not_run(collector: Collector, stopped_by: str) -> str:
+    if stopped_by:
+        return f"the run was stopped by {stopped_by} before this case ended"
+    if collector.crashes > MOST_CRASHES:
+        return f"the run ended after {collector.crashes} crashes of worker processes"
+    if collector.suite_errors:
+        return f"the suite failed before this case ran: {collector.suite_errors[0]}"
+    return "its worker ended without a result for this case"
+
+
+def _selection(request: PlanRequest, shard: Shard | None) -> Selection:
+    profile = get_profile(request.profile)
+    return Selection(
+        profile=request.profile,
+        producers=request.producers,
+        consumers=request.consumers,
+        ranks=request.ranks or profile.default_ranks,
+        ranks_given=request.ranks is not None,
+        clauses=request.clauses,
+        device=request.device,
+        seed=request.seed,
+        shard=None if shard is None else str(shard),
+        reductions=profile.reductions,
+    )

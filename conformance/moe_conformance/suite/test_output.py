@@ -1,0 +1,183 @@
+"""OUT: the forms of an output, empty batches, devices, aliasing and lifetime."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.cases import LayerCase
+from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.subjects.calls import on_every_rank
+from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
+from moe_conformance.subjects.pair import PairSubject
+from moe_conformance.subjects.tail import TailSubject, fresh_copy
+from moe_conformance.suite.steps import require_same, require_unwritten
+from moe_conformance.tail_data import TailInputs
+from moe_conformance.verdicts import UnsupportedCaseError
+from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
+
+
+def _multi_rank(case: LayerCase) -> bool:
+    return case.ranks > 1
+
+
+@clause("OUT-1")
+@layers()
+def test_output_is_a_tensor_or_the_triple(layer: LayerSubject) -> None:
+    """A producer returns a finalized [T, H] tensor or an UnfinalizedMoEOutput, deferred or not."""
+    for defer in (True, False):
+        config = layer.config(defer=defer)
+        layer.require_contract(layer.run(config), config)
+
+
+@clause("OUT-1")
+@tails({"form": "finalized"}, {"form": "finalized", "shared": True, "scale": 2.5})
+def test_finalized_tensor_is_accepted(tail: TailSubject) -> None:
+    """A consumer that declares it takes a finalized tensor: no top-k sum, everything after it the same."""
+    tail.judge(tail.run())
+
+
+@clause("OUT-2")
+@layers({"tokens": 0}, {"tokens": 0, "ep": 2})
+def test_no_tokens_give_an_empty_finalized_tensor(layer: LayerSubject) -> None:
+    """T = 0 gives [0, H], never the triple."""
+    layer.require_contract(layer.run())
+
+
+@clause("OUT-2")
+@tails({"form": "finalized", "tokens": 0}, {"form": "finalized", "tokens": 0, "shared": True})
+def test_tail_of_no_tokens_is_empty(tail: TailSubject) -> None:
+    """A consumer given no tokens returns empty tensors on every rank."""
+    tail.judge(tail.run())
+
+
+@clause("OUT-2")
+@pairs({"tokens": 0}, where=_multi_rank)
+def test_no_tokens_pass_from_producer_to_consumer(pair: PairSubject) -> None:
+    """An empty batch goes through the layer and the tail."""
+    pair.require_support()
+    inputs = pair.hand_over()
+    pair.tail.judge(pair.tail.run(inputs), inputs)
+
+
+@clause("OUT-3")
+@layers()
+def test_tensors_are_on_one_device_without_gradients(layer: LayerSubject) -> None:
+    """All tensors of one output are on the layer's device and none requires grad, even in a caller that records."""
+    layer.require_support()
+    config = layer.config()
+    part = on_device(layer.parts[0], layer.settings.device)
+
+    def one_rank(group: ThreadRankGroup) -> RoutedOutput:
+        with torch.enable_grad():
+            hidden, logits = layer.batch(layer.inputs)
+            return layer.producer.load(part, config)(hidden.requires_grad_(), logits)
+
+    outputs = on_every_rank(layer.name, layer.settings, 1, one_rank)
+    layer.require_contract(outputs, config)
+
+
+@clause("OUT-4")
+@layers({}, {"method": "precomputed"}, where=_multi_rank)
+def test_producer_does_not_write_its_inputs(layer: LayerSubject) -> None:
+    """Hidden states, logits and weights are as they were after the call."""
+    layer.require_support()
+    inputs, parts, config = layer.inputs, layer.parts, layer.config()
+    before = {name: tensor.clone() for name, tensor in _weights(parts[0].experts)}
+
+    def one_rank(group: ThreadRankGroup) -> tuple[Tensor, Tensor | PrecomputedRouting]:
+        batch = layer.batch(inputs)
+        layer.producer.load(on_device(parts[group.rank], layer.settings.device), config)(*batch)
+        return batch
+
+    for rank, (hidden, logits) in enumerate(on_every_rank(layer.name, layer.settings, layer.case.ranks, one_rank)):
+        require_unwritten(inputs.hidden_states, hidden.cpu(), "hidden_states", rank)
+        for name, given, kept in _routing(inputs.router_logits, logits):
+            require_unwritten(given, kept.cpu(), name, rank)
+    for name, tensor in _weights(parts[0].experts):
+        require_unwritten(before[name], tensor, f"layer.experts.{name}", 0)
+
+
+@clause("OUT-4")
+@tails({"shared": True, "scale": 2.5, "absent": "quarter", "stratum": "normal"})
+def test_consumer_does_not_write_its_inputs(tail: TailSubject) -> None:
+    """Rows, weights, map, shared output, residual and norm weight are as they were, unless declared in place."""
+    tail.require_support()
+    inputs = tail.inputs
+    capacity = inputs.capacity(tail.case)
+
+    def one_rank(group: ThreadRankGroup) -> tuple[TailInputs, TailOutput]:
+        own = fresh_copy(inputs, group.rank, tail.settings.device)
+        opened = tail.consumer.open(group, capacity)
+        output = opened(own.outputs[0], own.residual, own.norm_weight, eps=own.eps, weight_bias=own.weight_bias)
+        opened.close()
+        return own, output
+
+    for rank, (own, _) in enumerate(on_every_rank(tail.name, tail.settings, tail.case.ranks, one_rank)):
+        for name, given, kept in _handed(inputs, own, rank):
+            if name != "residual" or not tail.declaration.in_place_residual:
+                require_unwritten(given, kept.cpu(), name, rank)
+
+
+@clause("OUT-5")
+@layers(where=_multi_rank)
+def test_output_outlives_the_next_call(layer: LayerSubject) -> None:
+    """An output holds its bits while the producer runs again on other tokens."""
+    layer.require_support()
+    if layer.declaration.borrowed:
+        raise UnsupportedCaseError(f"{layer.name} declares that its output is borrowed until the next call")
+    inputs, config = layer.inputs, layer.config()
+
+    def one_rank(group: ThreadRankGroup) -> tuple[RoutedOutput, RoutedOutput]:
+        loaded = layer.producer.load(on_device(layer.parts[group.rank], layer.settings.device), config)
+        hidden, logits = layer.batch(inputs)
+        first = loaded(hidden, logits)
+        kept = _snapshot(first)
+        loaded(torch.flip(hidden, (0,)) * 2, logits)
+        return kept, first
+
+    for rank, (kept, first) in enumerate(on_every_rank(layer.name, layer.settings, layer.case.ranks, one_rank)):
+        for name, a, b in _fields(kept, first):
+            require_same(a.cpu(), b.cpu(), "OUT-5", name, "a second call of the producer", rank)
+
+
+def _weights(experts: object) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in vars(experts).items() if isinstance(tensor, Tensor)]
+
+
+def _routing(
+    given: Tensor | PrecomputedRouting, kept: Tensor | PrecomputedRouting
+) -> list[tuple[str, Tensor, Tensor]]:
+    if isinstance(given, PrecomputedRouting) and isinstance(kept, PrecomputedRouting):
+        return [("ids", given.ids, kept.ids), ("weights", given.weights, kept.weights)]
+    assert isinstance(given, Tensor) and isinstance(kept, Tensor)
+    return [("router_logits", given, kept)]
+
+
+def _handed(inputs: TailInputs, own: TailInputs, rank: int) -> list[tuple[str, Tensor, Tensor]]:
+    """What a rank was given, and the copy that its consumer had in hand."""
+    given, kept = inputs.outputs[rank], own.outputs[0]
+    pairs_ = [(name, a, b) for name, a, b in _fields(given.routed, kept.routed)]
+    assert given.shared_output is not None and kept.shared_output is not None
+    pairs_.append(("shared_output", given.shared_output, kept.shared_output))
+    pairs_.append(("residual", inputs.residual, own.residual))
+    pairs_.append(("norm_weight", inputs.norm_weight, own.norm_weight))
+    return pairs_
+
+
+def _fields(a: RoutedOutput, b: RoutedOutput) -> list[tuple[str, Tensor, Tensor]]:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return [("routed", a, b)]
+    names = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
+    return [(name, getattr(a, name), getattr(b, name)) for name in names]
+
+
+def _snapshot(output: RoutedOutput) -> RoutedOutput:
+    if isinstance(output, Tensor):
+        return output.clone()
+    return UnfinalizedMoEOutput(
+        output.gemm2_permuted.clone(),
+        output.expert_weights.clone(),
+        output.expanded_idx_to_permuted_idx.clone(),
+    )

@@ -1,0 +1,165 @@
+"""RED: the reduction over ranks, the residual, and what ranks do to one another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from moe_conformance.cases import TailCase
+from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run_ranks
+from moe_conformance.marks import clause, tails
+from moe_conformance.subjects.calls import first_line, on_every_rank
+from moe_conformance.subjects.tail import TailSubject, fresh_copy
+from moe_conformance.suite.steps import require_same
+from moe_conformance.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.verdicts import ClauseBrokenError
+from moe_contract import MoEOutput, PeerTimeoutError, UnfinalizedMoEOutput, Violation
+
+PEER_TIMEOUT_S = 0.3
+"""How long a rank waits for a peer that never comes; a hundred times what the slowest collective here takes."""
+HANG_S = 10.0
+"""When a wait that should have ended after PEER_TIMEOUT_S is called a hang: 30 times as long."""
+DELAY_S = 0.005
+"""How much later one rank starts a call; long beside a call of a small case."""
+LADDER = (1, 4, 2, 7, 3, 1)
+"""Numbers of tokens of calls back to back: up, down, and back to the smallest."""
+
+
+def _multi_rank(case: TailCase) -> bool:
+    return case.ranks > 1
+
+
+@clause("RED-1")
+@tails({}, {"shared": True, "absent": "quarter"}, {"form": "finalized"}, where=_multi_rank)
+def test_every_ranks_part_is_summed_once(tail: TailSubject) -> None:
+    """Ranks with different data are summed: none missing, none twice, none in place of another."""
+    tail.judge_residual(tail.run())
+
+
+@clause("RED-2")
+@tails(
+    {"stratum": "normal", "shared": True, "norm_weight": "random"},
+    {"stratum": "cancelling"},
+    {"stratum": "dominant"},
+    where=_multi_rank,
+)
+def test_every_rank_ends_with_the_same_bits(tail: TailSubject) -> None:
+    """Residual and norm are the same bits on every rank."""
+    outputs = tail.run()
+    for rank, output in enumerate(outputs):
+        require_same(outputs[0].residual_out, output.residual_out, "RED-2", "residual_out", "the rank", rank)
+        require_same(outputs[0].norm_out, output.norm_out, "RED-2", "norm_out", "the rank", rank)
+
+
+@clause("RED-3")
+@tails({}, {"absent": "all"})
+def test_residual_is_added_once(tail: TailSubject) -> None:
+    """The residual, which is the same on every rank, is in the result once."""
+    tail.judge_residual(tail.run())
+
+
+@clause("RED-4")
+@tails({"absent": "quarter"}, where=_multi_rank)
+def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject) -> None:
+    """A rank with nothing but -1 slots, zeros or NaN takes part in the same collectives as the others."""
+    tail.require_support()
+    inputs = _with_odd_rank(tail.inputs)
+    capacity = inputs.capacity(tail.case)
+
+    def one_rank(group: ThreadRankGroup) -> list[str]:
+        own = fresh_copy(inputs, group.rank, tail.settings.device)
+        opened = tail.consumer.open(group, capacity)
+        opened(own.outputs[0], own.residual, own.norm_weight, eps=own.eps)
+        opened.close()
+        return group.trace
+
+    traces = on_every_rank(tail.name, tail.settings, tail.case.ranks, one_rank)
+    for rank, trace in enumerate(traces):
+        if trace != traces[0]:
+            expected = f"as rank 0: {traces[0]}"
+            raise ClauseBrokenError([Violation(clause="RED-4", field="collectives", got=str(trace), expected=expected, rank=rank)])
+
+
+@clause("RED-5")
+@tails({"stratum": "lattice"}, {"stratum": "normal", "absent": "quarter"})
+def test_calls_back_to_back_with_other_sizes_stay_right(tail: TailSubject) -> None:
+    """Calls with T going up and down, in one opened tail, are each judged on their own."""
+    calls = _ladder(tail)
+    for inputs, outputs in zip(calls, tail.run_calls(calls), strict=True):
+        tail.judge_residual(outputs, inputs, controls=False)
+
+
+@clause("RED-5")
+@tails({"stratum": "lattice"}, where=_multi_rank)
+def test_a_delayed_rank_neither_misses_nor_reads_another_call(tail: TailSubject) -> None:
+    """One rank starts each call late, another one every time, and every call stays right on every rank."""
+    calls = _ladder(tail)
+
+    def before(rank: int, call: int) -> None:
+        if rank == call % tail.case.ranks:
+            time.sleep(DELAY_S)
+
+    for inputs, outputs in zip(calls, tail.run_calls(calls, before), strict=True):
+        tail.judge_residual(outputs, inputs, controls=False)
+
+
+@clause("RED-6")
+@tails(where=_multi_rank)
+def test_a_peer_that_never_arrives_is_diagnosed(tail: TailSubject) -> None:
+    """With one rank never started the others raise an error within the group's time limit."""
+    tail.require_support()
+    inputs = tail.inputs
+    capacity = inputs.capacity(tail.case)
+    missing = tail.case.ranks - 1
+
+    def one_rank(group: ThreadRankGroup) -> None:
+        opened = tail.consumer.open(group, capacity)
+        own = fresh_copy(inputs, group.rank, tail.settings.device)
+        opened(own.outputs[0], own.residual, own.norm_weight, eps=own.eps)
+
+    try:
+        run_ranks(
+            one_rank,
+            tail.case.ranks,
+            device=tail.settings.device,
+            timeout_s=HANG_S,
+            peer_timeout_s=PEER_TIMEOUT_S,
+            absent=frozenset({missing}),
+        )
+    except PeerTimeoutError as error:
+        if str(missing) in str(error):
+            return
+        got = f"an error that does not name rank {missing}: {first_line(error)}"
+    except HungRanksError as error:
+        got = f"a hang: {first_line(error)}"
+    else:
+        got = "a result without the missing rank"
+    expected = f"PeerTimeoutError that names rank {missing}, after {PEER_TIMEOUT_S} s"
+    raise ClauseBrokenError([Violation(clause="RED-6", field="wait", got=got, expected=expected)])
+
+
+def _with_odd_rank(inputs: TailInputs) -> TailInputs:
+    """Rank 0 has only -1 slots; the last rank's rows are zero."""
+    outputs = list(inputs.outputs)
+    outputs[0] = _changed(outputs[0], index=-1)
+    outputs[-1] = _changed(outputs[-1], rows=0.0)
+    return inputs.with_outputs(outputs)
+
+
+def _changed(output: MoEOutput, *, index: int | None = None, rows: float | None = None) -> MoEOutput:
+    routed = output.routed
+    assert isinstance(routed, UnfinalizedMoEOutput)
+    if index is not None:
+        filled = torch.full_like(routed.expanded_idx_to_permuted_idx, index)
+        routed = replace(routed, expanded_idx_to_permuted_idx=filled)
+    if rows is not None:
+        routed = replace(routed, gemm2_permuted=torch.full_like(routed.gemm2_permuted, rows))
+    return replace(output, routed=routed)
+
+
+def _ladder(tail: TailSubject) -> list[TailInputs]:
+    cases = [tail.case.model_copy(update={"tokens": tokens, "seed": n}) for n, tokens in enumerate(LADDER)]
+    return [make_tail_inputs(case) for case in cases]
+
