@@ -182,13 +182,15 @@ def wheel_differences(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {
-        path.relative_to(ROOT / folder).as_posix()
+        path.relative_to(ROOT / folder)
         for folder, package in PACKAGES.items()
         for path in (ROOT / folder / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
     }
-    missing = [f"{name} is missing (is it matched by .gitignore?)" for name in sorted(sources - packed)]
-    return missing + [f"{name} is in no package folder" for name in sorted(packed - sources)]
+    caches = re.compile(r"__pycache__|\..+")  # of Python and of tools, such as .pytest_cache
+    expected = {path.as_posix() for path in sources if not any(map(caches.fullmatch, path.parts))}
+    missing = [f"{name} is missing (is it matched by .gitignore?)" for name in sorted(expected - packed)]
+    return missing + [f"{name} is in no package folder" for name in sorted(packed - expected)]
 
 
 def prepare_runner(session: nox.Session) -> tuple[str, dict[str, str]]:

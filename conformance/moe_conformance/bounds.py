@@ -30,7 +30,7 @@ def gamma(n: float) -> float:
 
 def growth(n: float, dtype: torch.dtype) -> float:
     """Relative error of n roundings to ``dtype``, each after one to float32."""
-    return ((1.0 + UNIT_ROUNDOFF[dtype]) * (1.0 + U32)) ** n - 1.0
+    return math.pow((1.0 + UNIT_ROUNDOFF[dtype]) * (1.0 + U32), n) - 1.0
 
 
 def store(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from moe_conformance.oracle import Truth, route_terms
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import VacuousCaseError
 from moe_contract import MoEOutput
+from moe_contract.outputs import require_unfinalized
 
 
 def require_controls_rejected(inputs: TailInputs, truth: Truth, *, exact: bool) -> None:
@@ -29,51 +30,41 @@ def require_controls_rejected(inputs: TailInputs, truth: Truth, *, exact: bool) 
 
 
 def _changes(output: MoEOutput) -> dict[str, Tensor]:
-    """What leaving out one expert, and swapping two rows, adds to the result ``[T, H]``; empty where not possible."""
+    """What leaving out one expert of each token, and swapping two rows of each, adds to the result ``[T, H]``.
+
+    Empty where a token has too few experts on this rank for any change.
+    """
     terms = route_terms(output)
-    index = output.routed.expanded_idx_to_permuted_idx
     scale = float(output.routed_scaling_factor)
     magnitude = terms.abs().sum(-1)
-    changes: dict[str, Tensor] = {}
-    if bool((magnitude > 0).any()):
-        token, slot = divmod(int(magnitude.argmax()), index.shape[1])
-        dropped = torch.zeros_like(terms[:, 0])
-        dropped[token] = -scale * terms[token, slot]
-        changes["one dropped expert"] = dropped
-    swapped = _swap(output, terms, magnitude)
-    if swapped is not None:
+    if not bool((magnitude > 0).any()):
+        return {}
+    largest = magnitude.argmax(1)
+    changes = {"one dropped expert": -scale * terms[torch.arange(len(largest)), largest]}
+    swapped = _swapped_rows(output, magnitude > 0)
+    if not bool((swapped != 0).any()):
+        swapped = _swapped_between_tokens(terms, largest)
+    if bool((swapped != 0).any()):
         changes["two swapped rows"] = scale * swapped
     return changes
 
 
-def _swap(output: MoEOutput, terms: Tensor, magnitude: Tensor) -> Tensor | None:
-    """The two slots whose terms differ most in weight change places in the map."""
-    flat = (magnitude.reshape(-1) > 0).nonzero().reshape(-1)
-    if flat.numel() < 2:
-        return None
-    weights = output.routed.expert_weights.reshape(-1).double()[flat]
-    first, second = int(flat[weights.argmax()]), int(flat[weights.argmin()])
-    if first == second:
-        second = int(flat[-1])
-    if first == second or float(weights.max()) == float(weights.min()):
-        return _swap_between_tokens(output, terms, flat)
-    return _swapped(output, terms, first, second)
+def _swapped_rows(output: MoEOutput, there: Tensor) -> Tensor:
+    """``[T, H]``: in each token the rows of the largest and the smallest weight change places."""
+    routed = require_unfinalized(output)
+    weights = routed.expert_weights.double()
+    index = routed.expanded_idx_to_permuted_idx.long().clamp(min=0)
+    token = torch.arange(weights.shape[0])
+    high = torch.where(there, weights, -torch.inf).argmax(1)
+    low = torch.where(there, weights, torch.inf).argmin(1)
+    rows = routed.gemm2_permuted
+    difference = rows[index[token, low]].double() - rows[index[token, high]].double()
+    weight = weights[token, high] - weights[token, low]
+    usable = there.any(1) & (weight != 0)
+    return torch.where(usable.unsqueeze(1), weight.unsqueeze(1) * difference, 0.0)
 
 
-def _swap_between_tokens(output: MoEOutput, terms: Tensor, flat: Tensor) -> Tensor | None:
-    """With equal weights a swap within a token changes nothing, so the slots are of two tokens."""
-    top_k = terms.shape[1]
-    other = flat[flat // top_k != flat[0] // top_k]
-    return _swapped(output, terms, int(flat[0]), int(other[-1])) if other.numel() else None
-
-
-def _swapped(output: MoEOutput, terms: Tensor, first: int, second: int) -> Tensor:
-    top_k = terms.shape[1]
-    index = output.routed.expanded_idx_to_permuted_idx.reshape(-1).long()
-    weights = output.routed.expert_weights.reshape(-1).double()
-    rows = output.routed.gemm2_permuted
-    change = torch.zeros_like(terms[:, 0])
-    for slot, other in ((first, second), (second, first)):
-        difference = rows[index[other]].double() - rows[index[slot]].double()
-        change[slot // top_k] += weights[slot] * difference
-    return change
+def _swapped_between_tokens(terms: Tensor, largest: Tensor) -> Tensor:
+    """With equal weights a swap within a token changes nothing, so each token trades its largest term with the next."""
+    own = terms[torch.arange(len(largest)), largest]
+    return own.roll(1, 0) - own

@@ -42,10 +42,11 @@ def facts() -> dict[str, str]:
     """What this machine has, by name."""
     import torch
 
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     return {
         "suite": f"moe-conformance {suite_version()}, contract {CONTRACT_VERSION}",
         "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": f"{torch.__version__} ({f'built for CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'})",
+        "torch": f"{torch.__version__} ({build})",
         "processors": f"{os.cpu_count()}",
         "GPU": _gpus(),
         "nvcc": _nvcc(),

@@ -97,8 +97,9 @@ def _order_of(token: int, truth: RankTruth, rows: Tensor, present: Tensor, weigh
         if order[slot] is None:
             same = [other for other in free if bool(truth.present[token, other]) == bool(present[token, slot])]
             distances = {other: abs(float(weights[token, slot] - truth.weights[token, other])) for other in same or free}
-            order[slot] = min(distances, key=lambda other: distances[other])
-            free.remove(order[slot])
+            nearest = min(distances, key=lambda other: distances[other])
+            order[slot] = nearest
+            free.remove(nearest)
     return torch.tensor(order)
 
 

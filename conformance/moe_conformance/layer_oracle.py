@@ -11,8 +11,9 @@ from torch import Tensor
 from moe_conformance import bounds, routing_oracle
 from moe_conformance.bounds import U32, UNIT_ROUNDOFF
 from moe_conformance.layer_data import LayerInputs
+from moe_conformance.routing_oracle import RoutedTruth
 from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration
-from moe_contract.dtypes import torch_dtype
+from moe_contract.dtypes import DtypeName, torch_dtype
 
 EXACT = torch.float64
 SLOPE = 1.13
@@ -43,16 +44,20 @@ class RankTruth:
     weight_bounds: Tensor
 
 
-def rank_truth(inputs: LayerInputs, part: MoELayer, declaration: ProducerDeclaration, weights_dtype: torch.dtype) -> RankTruth:
-    """The truth of the rank that holds ``part`` of the layer."""
-    routing = inputs.layer.routing
-    routed = routing_oracle.route(routing, inputs.router_logits)
-    scale = float(torch.tensor(routing.routed_scaling_factor)) if declaration.folds(routing.method) else 1.0
-    weights = scale * routed.weights
-    error = weights.abs() * (routed.relative_error + (U32 if scale != 1.0 else 0.0))
-    given = inputs.router_logits
-    verbatim = isinstance(given, PrecomputedRouting) and given.weights.dtype == weights_dtype
-    weight_bounds = torch.zeros_like(weights) if verbatim else bounds.store(weights, error, weights_dtype)
+@dataclass(frozen=True)
+class RankRows:
+    """The rows of one rank, which do not depend on how a producer weights them: ``ids``, ``present`` [T, K],
+    ``rows``, ``bounds`` [T, K, H], and the routing's own truth."""
+
+    routed: RoutedTruth
+    present: Tensor
+    rows: Tensor
+    bounds: Tensor
+
+
+def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName) -> RankRows:
+    """The exact rows of the rank that holds ``part`` of the layer."""
+    routed = routing_oracle.route(inputs.layer.routing, inputs.router_logits)
     local = routed.ids - part.first_expert
     present = (local >= 0) & (local < part.num_local_experts)
     tokens = inputs.hidden_states.to(EXACT)
@@ -61,12 +66,28 @@ def rank_truth(inputs: LayerInputs, part: MoELayer, declaration: ProducerDeclara
     for expert in local[present].unique().tolist():
         token, slot = ((local == expert) & present).nonzero(as_tuple=True)
         one = part.experts.select(slice(expert, expert + 1))
-        rows[token, slot], row_bounds[token, slot] = mlp(one, part.activation, tokens[token], part.dtype, declaration)
-    return RankTruth(routed.ids, present, rows, row_bounds, weights, weight_bounds)
+        rows[token, slot], row_bounds[token, slot] = mlp(
+            one, part.activation, tokens[token], part.dtype, intermediate_dtype
+        )
+    return RankRows(routed, present, rows, row_bounds)
+
+
+def rank_truth(
+    inputs: LayerInputs, rows: RankRows, declaration: ProducerDeclaration, weights_dtype: torch.dtype
+) -> RankTruth:
+    """The rows with the weights that this producer declares: the scale folded in or not, in its weights dtype."""
+    routing, routed = inputs.layer.routing, rows.routed
+    scale = float(torch.tensor(routing.routed_scaling_factor)) if declaration.folds(routing.method) else 1.0
+    weights = scale * routed.weights
+    error = weights.abs() * (routed.relative_error + (U32 if scale != 1.0 else 0.0))
+    given = inputs.router_logits
+    verbatim = isinstance(given, PrecomputedRouting) and given.weights.dtype == weights_dtype
+    weight_bounds = torch.zeros_like(weights) if verbatim else bounds.store(weights, error, weights_dtype)
+    return RankTruth(routed.ids, rows.present, rows.rows, rows.bounds, weights, weight_bounds)
 
 
 def mlp(
-    expert: ExpertWeights, activation: Activation, tokens: Tensor, dtype: torch.dtype, declaration: ProducerDeclaration
+    expert: ExpertWeights, activation: Activation, tokens: Tensor, dtype: torch.dtype, intermediate_dtype: DtypeName
 ) -> tuple[Tensor, Tensor]:
     """``tokens [R, H]`` through one expert (E = 1): the exact rows ``[R, H]`` and their bounds."""
     up, up_error = _gemm(tokens, torch.zeros_like(tokens), expert.up[0], expert.up_bias)
@@ -76,7 +97,7 @@ def mlp(
         gate, gate_error = _gemm(tokens, torch.zeros_like(tokens), expert.gate[0], expert.gate_bias)
         inner, error = _gated(activation, gate, gate_error, up, up_error)
     error = error + ACTIVATION_ULPS * U32 * (inner.abs() + error)
-    inner_dtype = torch_dtype(declaration.intermediate_dtype)
+    inner_dtype = torch_dtype(intermediate_dtype)
     if inner_dtype is not torch.float32:
         error = bounds.store(inner, error, inner_dtype)
     rows, row_error = _gemm(inner, error, expert.down[0], expert.down_bias)

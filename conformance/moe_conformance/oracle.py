@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_conformance import bounds
 from moe_conformance.tail_data import TailInputs
 from moe_contract import ConsumerDeclaration, MoEOutput
+from moe_contract.outputs import require_unfinalized
 
 EXACT = torch.float64
 
@@ -33,7 +34,7 @@ class LocalPart:
 
 def route_terms(output: MoEOutput) -> Tensor:
     """``[T, K, H]`` float64 weight x row of every slot, exactly 0 where the map says -1."""
-    routed = output.routed
+    routed = require_unfinalized(output)
     index = routed.expanded_idx_to_permuted_idx.long()
     present = (index >= 0).unsqueeze(-1)
     if routed.gemm2_permuted.shape[0] == 0:
@@ -53,7 +54,7 @@ def local_part(output: MoEOutput) -> LocalPart:
     else:
         terms = route_terms(output)
         value, magnitude = terms.sum(1), terms.abs().sum(1)
-        present = output.routed.expanded_idx_to_permuted_idx >= 0
+        present = require_unfinalized(output).expanded_idx_to_permuted_idx >= 0
         roundings = present.sum(1, keepdim=True).to(EXACT)
     if scale != 1.0:
         # The kernel is given the factor as float32, which is the one it multiplies with.

@@ -90,50 +90,37 @@ def _backend(name: str, side: str) -> Any:
     return load_producer(name) if side == "producer" else load_consumer(name)
 
 
-def _settings(request: pytest.FixtureRequest) -> Any:
+def _subject(request: pytest.FixtureRequest) -> Any:
     from moe_conformance.subjects.calls import Settings
+    from moe_conformance.subjects.make import Sides, make_subject
 
-    return Settings(request.config.getoption("--moe-device"), request.config.getoption("--moe-timeout"))
-
-
-def _clause(request: pytest.FixtureRequest) -> str:
+    parameter: Parameter = request.param
     test = _metadata(request.function)
     assert test is not None
-    return test.clause
+    sides = Sides(
+        producer=_backend(parameter.producer, "producer") if parameter.producer else None,
+        consumer=_backend(parameter.consumer, "consumer") if parameter.consumer else None,
+    )
+    settings = Settings(request.config.getoption("--moe-device"), request.config.getoption("--moe-timeout"))
+    return make_subject(parameter, sides, test.clause, settings)
 
 
 @pytest.fixture
 def tail(request: pytest.FixtureRequest) -> Any:
     """A consumer with one case."""
-    from moe_conformance.subjects.tail import TailSubject
-
-    parameter: Parameter = request.param
-    consumer = _backend(parameter.consumer or "", "consumer")
-    return TailSubject(parameter.consumer or "", consumer, parameter.case, _clause(request), _settings(request))
+    return _subject(request)
 
 
 @pytest.fixture
 def layer(request: pytest.FixtureRequest) -> Any:
     """A producer with one case."""
-    from moe_conformance.subjects.layer import LayerSubject
-
-    parameter: Parameter = request.param
-    producer = _backend(parameter.producer or "", "producer")
-    return LayerSubject(parameter.producer or "", producer, parameter.case, _clause(request), _settings(request))
+    return _subject(request)
 
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Any:
     """A producer and a consumer with one case."""
-    from moe_conformance.subjects.layer import LayerSubject
-    from moe_conformance.subjects.pair import PairSubject
-
-    parameter: Parameter = request.param
-    clause, settings = _clause(request), _settings(request)
-    producer = _backend(parameter.producer or "", "producer")
-    layer = LayerSubject(parameter.producer or "", producer, parameter.case, clause, settings)
-    consumer = _backend(parameter.consumer or "", "consumer")
-    return PairSubject(layer, parameter.consumer or "", consumer, parameter.case, clause, settings)
+    return _subject(request)
 
 
 @pytest.hookimpl(wrapper=True)

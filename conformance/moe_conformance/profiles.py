@@ -92,12 +92,12 @@ def _tail_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...],
 
 LAYER_DEFAULTS: dict[str, Fields] = {
     "smoke": {"num_experts": 16, "intermediate_size": 32},
-    "core": {"num_experts": 32, "intermediate_size": 32},
+    "core": {"num_experts": 16, "intermediate_size": 32},
     "full": {"num_experts": 64, "intermediate_size": 128},
 }
 LAYER_HIDDEN = {"smoke": 512, "core": 2880, "full": 8192}
 """Widest layer of a profile: a layer's oracle costs T * K * H * I in float64."""
-LAYER_TOKENS = {"smoke": 8, "core": 33, "full": 1024}
+LAYER_TOKENS = {"smoke": 8, "core": 17, "full": 1024}
 
 
 def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...], seed: int) -> list[LayerCase]:

@@ -52,7 +52,7 @@ def residual(case: TailCase, shape: tuple[int, int], generator: torch.Generator)
     """``[T, H]`` residual, the same on every rank."""
     if case.stratum == "lattice":
         return torch.randint(-RESIDUAL_RANGE, RESIDUAL_RANGE + 1, shape, generator=generator).float()
-    scale = SMALL_SCALE if case.stratum in ("small", "cancelling") else 1.0
+    scale = SMALL_SCALE if case.stratum == "small" else 1.0
     return scale * torch.randn(shape, generator=generator)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_contract.backend import (
@@ -18,6 +19,7 @@ from moe_contract.backend import (
     TailOutput,
     UnsupportedError,
 )
+from moe_contract.checks import Expectation, require
 from moe_contract.config import MoEConfig
 from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.layer import MoELayer, PrecomputedRouting
@@ -44,13 +46,15 @@ class _FunctionProducer:
 
 @dataclass(frozen=True)
 class _FunctionTail:
-    group: RankGroup
+    declaration: ConsumerDeclaration
     function: Callable[..., Any]
+    group: RankGroup
     capacity: TailCapacity
+    checked: bool
 
     def __call__(self, output: MoEOutput, residual: Tensor, norm_weight: Tensor, **options: Any) -> TailOutput:
-        if (tokens := residual.shape[0]) > self.capacity.max_tokens:
-            raise UnsupportedError(f"CAP-1: {tokens} tokens, opened for at most {self.capacity.max_tokens}")
+        if self.checked:
+            self._require(output, residual)
         options = {name: value for name, value in options.items() if name != "quant" or value is not None}
         result = self.function(self.group, output, residual, norm_weight, **options)
         return TailOutput(*result) if isinstance(result, tuple) else result
@@ -58,15 +62,35 @@ class _FunctionTail:
     def close(self) -> None:
         pass
 
+    def _require(self, output: MoEOutput, residual: Tensor) -> None:
+        tokens, capacity = residual.shape[0], self.capacity
+        if tokens > capacity.max_tokens:
+            raise UnsupportedError(f"CAP-1: {tokens} tokens, opened for at most {capacity.max_tokens}")
+        given = getattr(getattr(output.routed, "expert_weights", None), "dtype", capacity.dtype)
+        wide = given == torch.float32 and "float32" in self.declaration.weights_dtypes
+        require(
+            output,
+            Expectation(
+                num_tokens=tokens,
+                top_k=capacity.top_k,
+                hidden_size=capacity.hidden_size,
+                dtype=capacity.dtype,
+                weights_dtype=torch.float32 if wide else capacity.dtype,
+                route_major=self.declaration.route_major,
+            ),
+            tier="metadata",
+        )
+
 
 @dataclass(frozen=True)
 class _FunctionConsumer:
     declaration: ConsumerDeclaration
     function: Callable[..., Any]
+    checked: bool
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
         _refuse(self.declaration.name, capacity_beyond(self.declaration, group, capacity))
-        return _FunctionTail(group, self.function, capacity)
+        return _FunctionTail(self.declaration, self.function, group, capacity, self.checked)
 
 
 def _refuse(name: str, beyond: Iterator[str]) -> None:
@@ -81,11 +105,16 @@ def producer(**declared: Any) -> Callable[[Callable[..., Any]], Producer]:
     return lambda function: _FunctionProducer(declaration, function)
 
 
-def consumer(**declared: Any) -> Callable[[Callable[..., Any]], Consumer]:
+def consumer(*, checked: bool = True, **declared: Any) -> Callable[[Callable[..., Any]], Consumer]:
     """Turns ``f(group, output, residual, norm_weight, *, eps, weight_bias)`` into a consumer.
 
     Keywords are its declaration. The function returns a TailOutput or its fields as a tuple. It is handed ``quant``
     only when a quantised output is asked for, so one that declares no ``quant_formats`` need not take it.
+
+    Args:
+        checked: refuse, before each call, what breaks the contract's metadata clauses or the declaration. False hands
+            everything to the function, which then has to refuse it itself.
+        **declared: fields of ConsumerDeclaration.
     """
     declaration = ConsumerDeclaration(**declared)
-    return lambda function: _FunctionConsumer(declaration, function)
+    return lambda function: _FunctionConsumer(declaration, function, checked)

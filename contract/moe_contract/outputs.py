@@ -88,6 +88,13 @@ class MoEOutput(_Pending):
     routed_scaling_factor: float = 1.0
 
 
+def require_unfinalized(output: MoEOutput) -> UnfinalizedMoEOutput:
+    """The triple of an output whose routed part is pending; TypeError where it is finalized."""
+    if isinstance(output.routed, torch.Tensor):
+        raise TypeError("expected a pending output, got a finalized tensor as its routed part")
+    return output.routed
+
+
 def is_unfinalized(routed: object) -> bool:
     """Whether ``routed`` carries the three tensors of the contract, whichever project's class it is."""
     return not isinstance(routed, torch.Tensor) and all(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
+
 from moe_contract import (
     Activation,
     Expectation,
@@ -16,7 +18,6 @@ from moe_contract import (
     UnfinalizedMoEOutput,
     Violation,
 )
-from torch import Tensor
 
 T, K, H = 4, 3, 16
 NUM_ROWS = 20

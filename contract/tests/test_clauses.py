@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from pydantic import ValidationError
+
 from moe_contract import Clause, UnknownClauseError, get_clause
 from moe_contract.clauses import families, registry
-from pydantic import ValidationError
 
 PUBLISHED = {
     "ROWS": 6,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from moe_contract import (
     ContractViolation,
     MoEOutput,

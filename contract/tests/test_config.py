@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from moe_contract import MoEConfig
 from pydantic import ValidationError
+
+from moe_contract import MoEConfig
 
 
 def test_deferral_is_off_by_default() -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
+from torch import Tensor
+
 from moe_contract import (
     Consumer,
     MoEConfig,
@@ -18,8 +21,6 @@ from moe_contract import (
     consumer,
     producer,
 )
-from pydantic import ValidationError
-from torch import Tensor
 
 from .helpers import H, K, LonelyGroup, T, lattice, small_layer, triple
 

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
 from moe_contract import Backend, discovery
 from moe_contract.discovery import BackendNotFoundError, load_backend, load_consumer, load_producer
 

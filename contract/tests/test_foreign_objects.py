@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_contract import (
     UnfinalizedMoEOutput,
     complete,
@@ -17,7 +19,6 @@ from moe_contract import (
     is_unfinalized,
 )
 from moe_contract.checks import check
-from torch import Tensor
 
 from .helpers import H, K, T, assert_bitwise, exact_sum, expectation, lattice, triple
 

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_contract import (
     Activation,
     MoEConfig,
@@ -20,7 +22,6 @@ from moe_contract import (
     producer,
     shared_expert_output,
 )
-from torch import Tensor
 
 from .helpers import H, K, LonelyGroup, T, lattice, small_layer, triple
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_contract import MoEOutput, UnfinalizedMoEOutput
 from moe_contract.checks import check_expert_parallel_group
-from torch import Tensor
 
 from .helpers import H, T, lattice, layered, only, triple
 

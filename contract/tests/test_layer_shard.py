@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moe_contract import Activation, ExpertWeights, MoELayer
 
 from .helpers import small_layer

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_contract import Expectation, MoEConfig, MoEOutput, ProducerDeclaration, RoutingMethod, UnfinalizedMoEOutput
 from moe_contract.checks import check
-from torch import Tensor
 
 from .helpers import NUM_ROWS, H, K, T, expectation, lattice, layered, only, route_major_triple, small_layer, triple
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from moe_contract import ConsumerDeclaration, MoEConfig, Negotiation, ProducerDeclaration, RoutingMethod, negotiate
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+
 from moe_contract import MoEOutput, PendingOutputError, UnfinalizedMoEOutput, is_unfinalized
 
 from .helpers import H, T, lattice, layered, triple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from moe_contract.quant import (
     FP4_MAX,
     FP8_MAX,

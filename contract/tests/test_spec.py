@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import moe_contract
 import pytest
+
+import moe_contract
 from moe_contract import outputs, spec
 from moe_contract.clauses import registry
 

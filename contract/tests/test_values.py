@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from moe_contract import ContractViolation, UnfinalizedMoEOutput
 from moe_contract.checks import check, require
-from torch import Tensor
 
 from .helpers import NUM_ROWS, H, K, T, expectation, lattice, only, route_major_triple, triple
 

@@ -18,7 +18,7 @@ from moe_contract import (
     TailOutput,
     UnsupportedError,
 )
-from moe_contract.dtypes import dtype_name
+from moe_contract.limits import capacity_beyond
 
 from .local_sum import local_sum
 from .quantize import quantize
@@ -63,7 +63,7 @@ class ReferenceConsumer:
         Raises:
             UnsupportedError: the group or the capacity lies outside the declared limits (CAP-1, CAP-2).
         """
-        for wrong in _limits_exceeded(self.declaration, group, capacity):
+        for wrong in capacity_beyond(self.declaration, group, capacity):
             raise UnsupportedError(f"{self.declaration.name}: {wrong}")
         return ReferenceTail(self.declaration, group, capacity)
 
@@ -121,27 +121,3 @@ class ReferenceTail:
         for contribution in published[1:]:
             total = total + contribution.to(accumulator)
         return (total + residual.to(accumulator)).to(residual.dtype)
-
-
-def _limits_exceeded(declaration: ConsumerDeclaration, group: RankGroup, capacity: TailCapacity) -> list[str]:
-    """What of a group and a capacity lies outside a declaration, one line each."""
-    wrong: list[str] = []
-    sizes, dtype = declaration.world_sizes, dtype_name(capacity.dtype)
-    if sizes is not None and group.size not in sizes:
-        wrong.append(f"CAP-1: world size {group.size} is not among the declared {sorted(sizes)}")
-    if group.device.type not in declaration.devices:
-        wrong.append(f"CAP-2: device {group.device} is not among the declared {sorted(declaration.devices)}")
-    if dtype not in declaration.dtypes:
-        wrong.append(f"CAP-1: activation dtype {dtype} is not among the declared {sorted(declaration.dtypes)}")
-    for what, asked, limit in (
-        ("max_tokens", capacity.max_tokens, declaration.max_tokens),
-        ("top_k", capacity.top_k, declaration.max_top_k),
-        ("hidden_size", capacity.hidden_size, declaration.max_hidden_size),
-    ):
-        if limit is not None and asked > limit:
-            wrong.append(f"CAP-1: {what} {asked} is past the declared limit {limit}")
-    if capacity.hidden_size % declaration.hidden_size_multiple:
-        wrong.append(
-            f"CAP-1: hidden_size {capacity.hidden_size} is not a multiple of {declaration.hidden_size_multiple}"
-        )
-    return wrong

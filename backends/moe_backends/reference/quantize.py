@@ -49,7 +49,7 @@ def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shap
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """float32 to float8_e4m3fn, nearest even, saturating: past the range, torch's cast saturates or gives NaN by version."""
+    """float32 to float8_e4m3fn: nearest even, saturating. Past the range the cast alone may give NaN."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 

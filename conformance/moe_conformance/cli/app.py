@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ import typer
 from moe_conformance.cli.errors import EXIT_USAGE, CommandError, one_line
 
 PROGRAM = "moe-conformance"
+DEBUG = "MOE_CONFORMANCE_DEBUG"
+"""Environment variable: let an internal error end the program with its traceback."""
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 app = typer.Typer(
@@ -131,15 +135,23 @@ def invoke(arguments: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has seen enough; closing stdout again at exit must not complain either.
-        sys.stdout = None  # type: ignore[assignment]  # what the interpreter itself sets when there is no stdout
+        sys.stdout = None
         return 0
     except Exception as error:
-        # typer's own usage errors: their base class moved between the versions that are supported.
-        if not hasattr(error, "format_message"):
-            raise
+        return _refuse_unexpected(error)
+    return status if isinstance(status, int) else 0
+
+
+def _refuse_unexpected(error: Exception) -> int:
+    # typer's own usage errors: their base class moved between the versions that are supported.
+    if hasattr(error, "format_message"):
         message = one_line(error.format_message())
         return _refuse(message) if message else EXIT_USAGE
-    return status if isinstance(status, int) else 0
+    if os.environ.get(DEBUG):
+        raise error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return _refuse(f"internal error: {type(error).__name__}: {error} ({place}); {DEBUG}=1 shows the traceback")
 
 
 def _refuse(message: object) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from moe_conformance.cli.errors import CommandError
 from moe_conformance.cli.selection import Asked, select
-from moe_conformance.plan import PlanError, PlanRequest, plan
+from moe_conformance.plan import PlanError
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
 from moe_conformance.report.writer import ReportFolderError, prepare_folder
@@ -40,20 +39,18 @@ def run_command(asked: Asked, options: RunOptions) -> int:
     try:
         if options.report is not None:
             prepare_folder(options.report)
-        total = _count(selected.request, shard)
         console = make_console()
-        with _progress(console, total, options.verbosity) as progress:
-            report = run(
-                selected.request,
-                workers=workers,
-                shard=shard,
-                report_dir=options.report,
-                progress=progress,
-                timeout_s=options.timeout_s,
-                backends=selected.backends,
-                command=shlex.join(["moe-conformance", *sys.argv[1:]]),
-                verbose=options.verbosity > 0,
-            )
+        report = run(
+            selected.request,
+            workers=workers,
+            shard=shard,
+            report_dir=options.report,
+            progress=_progress(console, options.verbosity),
+            timeout_s=options.timeout_s,
+            backends=selected.backends,
+            command=shlex.join(["moe-conformance", *sys.argv[1:]]),
+            verbose=options.verbosity > 0,
+        )
     except (ReportFolderError, PlanError) as error:
         raise CommandError(str(error)) from error
     print_report(report, console, verbosity=options.verbosity)
@@ -77,11 +74,7 @@ def parse_shard(text: str | None) -> Shard | None:
         raise CommandError(f"--shard: {error}") from error
 
 
-def _count(request: PlanRequest, shard: Shard | None) -> int:
-    return sum(shard is None or shard.holds(case.id) for case in plan(request))
-
-
-def _progress(console: Console, total: int, verbosity: int) -> TerminalProgress | LogProgress | nullcontext[Progress]:
-    if verbosity < 0 or total == 0:
-        return nullcontext(Silent())
-    return TerminalProgress(console, total) if console.is_terminal else LogProgress(console, total)
+def _progress(console: Console, verbosity: int) -> Progress:
+    if verbosity < 0:
+        return Silent()
+    return TerminalProgress(console) if console.is_terminal else LogProgress(console)

@@ -113,7 +113,7 @@ class _Ranks(Generic[T]):
 def _own_stream(device: torch.device) -> Any:
     if device.type != "cuda":
         return nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     return torch.cuda.stream(stream)
 

@@ -10,6 +10,8 @@ from moe_conformance.verdicts import Verdict
 
 COMPOSITE = frozenset({"NUM-1", "NUM-2", "DEFER-5", "DEFER-6", "RED-5"})
 """Clauses whose tests put everything together, so that one broken rule breaks them too."""
+BUILDS_ON = {"NORM-2": "NORM-1", "RED-2": "RED-1", "MAP-4": "ROWS-2", "SHARED-2": "SHARED-1"}
+"""A clause whose tests cannot hold where another, that they build on, is broken."""
 Case = Mapping[str, Any]
 FEATURES: Mapping[str, Callable[[Case], bool]] = {
     "MAP-4": lambda case: case.get("absent", "none") != "none",
@@ -31,7 +33,7 @@ FEATURES: Mapping[str, Callable[[Case], bool]] = {
 
 
 def explain_failures(cases: Iterable[CaseResult]) -> tuple[CaseResult, ...]:
-    """The same results, with ``explained_by`` where a clause that the same backend breaks by itself accounts for one."""
+    """The same results, with ``explained_by`` where a clause that the backend breaks elsewhere accounts for one."""
     results = tuple(cases)
     broken = {
         (backend, case.clause)
@@ -44,7 +46,12 @@ def explain_failures(cases: Iterable[CaseResult]) -> tuple[CaseResult, ...]:
 
 def _explained(case: CaseResult, broken: set[tuple[str, str]]) -> CaseResult:
     diagnosed = bool(case.violations) and case.violations[0].clause != case.clause
-    if case.verdict is not Verdict.FAIL or case.clause not in COMPOSITE or diagnosed or case.explained_by:
+    if case.verdict is not Verdict.FAIL or case.explained_by:
+        return case
+    base = BUILDS_ON.get(case.blamed)
+    if base is not None and any((backend, base) in broken for backend in _backends(case)):
+        return case.model_copy(update={"explained_by": base})
+    if case.clause not in COMPOSITE or diagnosed:
         return case
     for clause, has_feature in FEATURES.items():
         if has_feature(case.case) and any((backend, clause) in broken for backend in _backends(case)):

@@ -12,8 +12,8 @@ from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict
 from moe_contract import UnknownClauseError, Violation, get_clause
 
-SIZES = ("T", "K", "H", "N", "")
-"""Letters of the first five parts of a case id; the last is the dtype."""
+SIZES = ("tokens", "top_k", "hidden_size", "ranks", "dtype")
+"""The first parts of a case id, each with a letter before it but the last."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ def group_failures(cases: Iterable[CaseResult]) -> list[FailureGroup]:
             clause = case.blamed if case.verdict is Verdict.FAIL else ""
             key = (case.verdict.value, clause, subject(case), _same_cause(case))
             groups.setdefault(key, FailureGroup(case.verdict, clause, subject(case), [], [])).cases.append(case)
+    _merge_pairs(groups)
     for case in explained:
         _attach(case, groups)
     order = [Verdict.FAIL, Verdict.OVER_CLAIMED, Verdict.ERROR, Verdict.VACUOUS]
@@ -59,12 +60,12 @@ def subject(case: CaseResult) -> str:
     return f"producer {case.producer}" if case.producer else f"consumer {case.consumer}"
 
 
-def block(group: FailureGroup, selection: Selection) -> Iterator[tuple[str, str]]:
-    """The lines of one group as (style, text); the caller wraps and indents all but the first and commands."""
+def block(group: FailureGroup, selection: Selection, *, with_text: bool = True) -> Iterator[tuple[str, str]]:
+    """The lines of one group as (style, text), the header first; ``with_text``: what the clause says, too."""
     case = group.shown
     clause = f"  {group.clause}" if group.clause else ""
     yield "header", f"{group.verdict.value.upper()}{clause}  {group.subject}  {describe_case(case)}{place(case)}"
-    if group.clause:
+    if group.clause and with_text:
         yield "text", clause_text(group.clause)
     if case.violations:
         first = case.violations[0]
@@ -81,12 +82,17 @@ def block(group: FailureGroup, selection: Selection) -> Iterator[tuple[str, str]
 
 def describe_case(case: CaseResult) -> str:
     """``T=17 K=8 H=2048 tp=2 bf16`` and the features that are not at their defaults."""
-    parts = case.case_id.split("-", len(SIZES))
+    features = case.case_id.split("-", len(SIZES))[len(SIZES) :]
+    return " ".join([sizes(case), *features])
+
+
+def sizes(case: CaseResult) -> str:
+    """``T=17 K=8 H=2048 tp=2 bf16``."""
+    parts = case.case_id.split("-", len(SIZES))[: len(SIZES)]
     if len(parts) < len(SIZES):
         return case.case_id
-    tokens, top_k, hidden, ranks, dtype = parts[: len(SIZES)]
-    features = "".join(f" {rest}" for rest in parts[len(SIZES) :])
-    return f"T={tokens[1:]} K={top_k[1:]} H={hidden[1:]} tp={ranks[1:]} {dtype}{features}"
+    tokens, top_k, hidden, ranks, dtype = parts
+    return f"T={tokens[1:]} K={top_k[1:]} H={hidden[1:]} tp={ranks[1:]} {dtype}"
 
 
 def place(case: CaseResult) -> str:
@@ -125,11 +131,30 @@ def reproduce(case: CaseResult, selection: Selection) -> str:
 def _same_cause(case: CaseResult) -> str:
     """What two cases share when the same thing is wrong: the hint, or the reason, without its numbers."""
     text = _cause_of(case.violations[0]) if case.violations else case.reason
+    for name in (case.producer, case.consumer):
+        text = text.replace(name, "") if name else text
+    text = re.sub(r" of rank \d+| \([^()]*\d[^()]*\)| x ", " ", text)
+    text = re.sub(r"\s+", " ", text.partition(";")[0]).strip()  # after it comes what is particular to a case
     return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", text)
 
 
 def _cause_of(violation: Violation) -> str:
     return violation.hint or violation.field
+
+
+def _merge_pairs(groups: dict[tuple[str, ...], FailureGroup]) -> None:
+    """Puts what a pair does wrong with the same fault of its consumer or producer alone."""
+    for key, group in list(groups.items()):
+        case = group.shown
+        if not (case.producer and case.consumer):
+            continue
+        verdict, clause, _, cause = key
+        for alone in (f"consumer {case.consumer}", f"producer {case.producer}"):
+            single = groups.get((verdict, clause, alone, cause))
+            if single is not None:
+                single.cases += group.cases
+                del groups[key]
+                break
 
 
 def _attach(case: CaseResult, groups: dict[tuple[str, ...], FailureGroup]) -> None:
@@ -146,8 +171,18 @@ def _counts(group: FailureGroup) -> Iterator[str]:
     if len(group.cases) > 1:
         by_clause = Counter(case.clause for case in group.cases)
         tests = ", ".join(f"{clause} {count}" for clause, count in by_clause.most_common())
-        yield f"{len(group.cases)} cases end like this, the first is shown; by tested clause: {tests}"
+        yield f"{len(group.cases)} cases end like this{_partners(group)}; by tested clause: {tests}"
     if group.explained:
         by_clause = Counter(case.clause for case in group.explained)
         tests = ", ".join(f"{clause} {count}" for clause, count in by_clause.most_common())
         yield f"accounts for {len(group.explained)} failures of composite tests too: {tests}"
+
+
+def _partners(group: FailureGroup) -> str:
+    """With which partners a backend that fails alone fails as well."""
+    if group.subject.startswith("pair"):
+        return ""
+    shown = {group.shown.producer, group.shown.consumer}
+    pairs = [case for case in group.cases if case.producer and case.consumer]
+    partners = sorted({name for case in pairs for name in (case.producer, case.consumer) if name and name not in shown})
+    return f", {len(pairs)} of them in pairs with {', '.join(partners)}" if pairs else ""

@@ -29,7 +29,9 @@ MARKS: dict[Verdict, tuple[str, str]] = {
 """How each verdict is written in a cell, in this order, and its style."""
 KINDS = ("consumer", "producer", "pair")
 NAME_WIDTH = 24
-"""Widest column of names; longer ones are folded."""
+"""Widest column of names where the families need the room; longer names are folded."""
+ONE_LINE = 7
+"""A cell of more characters is stacked."""
 GAP = 2
 Cells = dict[tuple[str, str], Counter[Verdict]]
 
@@ -64,8 +66,9 @@ def _tables_of(kind: str, cases: list[CaseResult], width: int) -> Iterator[Table
         cells[case.pair, _family(case)][case.verdict] += 1
     names = list(dict.fromkeys(case.pair for case in cases))
     columns = [family for family in families() if any(cells.get((name, family)) for name in names)]
-    name_width = max(len(kind), min(NAME_WIDTH, max(map(len, names))))
     widths = {family: _cell_width(family, names, cells) for family in columns}
+    spare = width - sum(GAP + column for column in widths.values())
+    name_width = max(len(kind), min(max(NAME_WIDTH, spare), max(map(len, names))))
     for chunk in _chunks(columns, widths, width - name_width):
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
         table.add_column(kind, width=name_width, overflow="fold", header_style="bold")
@@ -100,11 +103,13 @@ def _parts(counts: Counter[Verdict]) -> list[tuple[str, str]]:
 
 
 def _cell_width(family: str, names: list[str], cells: Cells) -> int:
-    parts = [text for name in names for text, _ in _parts(cells.get((name, family), Counter()))]
-    return max(len(family), *map(len, parts))
+    lines = [line for name in names for line in _cell(cells.get((name, family))).plain.splitlines()]
+    return max(len(family), *map(len, lines))
 
 
 def _cell(counts: Counter[Verdict] | None) -> Text:
     if not counts:
         return Text("")
-    return Text("\n").join(Text(text, style=style) for text, style in _parts(counts))
+    parts = _parts(counts)
+    length = len(" ".join(text for text, _ in parts))
+    return Text(" " if length <= ONE_LINE else "\n").join(Text(text, style=style) for text, style in parts)

@@ -115,7 +115,7 @@ class Selection(_Record):
 class Report(_Record):
     """One run."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     complete: bool
     """False: the run was stopped; what is here is valid but not all."""
     started: str

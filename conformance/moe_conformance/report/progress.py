@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -20,17 +19,31 @@ slow one shows that it is alive."""
 
 
 class Progress(Protocol):
-    """Is told of each result as it comes."""
+    """Is told of the run's beginning, of each result as it comes, and of the end."""
+
+    def start(self, total: int) -> None:
+        """``total`` cases are about to run."""
+        ...
 
     def advance(self, result: CaseResult) -> None:
         """One more case has its result."""
+        ...
+
+    def stop(self) -> None:
+        """No more results come."""
         ...
 
 
 class Silent:
     """Shows nothing."""
 
+    def start(self, total: int) -> None:
+        """Does nothing."""
+
     def advance(self, result: CaseResult) -> None:
+        """Does nothing."""
+
+    def stop(self) -> None:
         """Does nothing."""
 
 
@@ -50,7 +63,7 @@ class Counts:
 class TerminalProgress:
     """A bar with the rate and the time left; gone when the run is over."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._counts = Counts()
         self._bar = Bar(
             TextColumn("running"),
@@ -62,15 +75,15 @@ class TerminalProgress:
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("running", total=total, broken="")
+        self._task = self._bar.add_task("running", total=None, broken="")
 
-    def __enter__(self) -> Self:
+    def start(self, total: int) -> None:
+        """Shows the bar."""
+        self._bar.update(self._task, total=total)
         self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """Removes the bar."""
         self._bar.stop()
 
     def advance(self, result: CaseResult) -> None:
@@ -83,38 +96,42 @@ class TerminalProgress:
 class LogProgress:
     """Plain lines, for a console that is not a terminal."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total = console, total
+    def __init__(self, console: Console) -> None:
+        self._console, self._total = console, 0
         self._counts = Counts()
         self._began = self._last = time.monotonic()
         self._next_percent = PERCENT_STEP
 
-    def __enter__(self) -> Self:
-        return self
+    def start(self, total: int) -> None:
+        """Says how much there is to do."""
+        self._total = total
+        self._began = self._last = time.monotonic()
+        self._console.print(f"running {total} cases")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         """Leaves the lines."""
 
     def advance(self, result: CaseResult) -> None:
         """Prints a line when a step is passed."""
         self._counts.add(result)
         now = time.monotonic()
+        if self._counts.done == 1:
+            self._began = now
         percent = 100 * self._counts.done // max(self._total, 1)
         due = percent >= self._next_percent or now - self._last >= SECONDS_STEP
         if not due or self._counts.done == self._total:
             return
         self._last = now
         self._next_percent = percent // PERCENT_STEP * PERCENT_STEP + PERCENT_STEP
-        rate = self._counts.done / max(now - self._began, 1e-9)
-        left = (self._total - self._counts.done) / rate
-        self._console.print(
-            f"{percent:3d} %  {self._counts.done}/{self._total} cases  {rate:.1f}/s  "
-            f"about {left:.0f} s left  {self._counts.broken} broken",
-            highlight=False,
-            soft_wrap=True,
-        )
+        share = f"{percent:3d} %  {self._counts.done}/{self._total} cases"
+        self._console.print(f"{share}{self._estimate(now)}  {self._counts.broken} broken", soft_wrap=True)
+
+    def _estimate(self, now: float) -> str:
+        """Rate and time left since the first result: what came before it is the start of the workers."""
+        if self._counts.done < 2 or now <= self._began:
+            return ""
+        rate = (self._counts.done - 1) / (now - self._began)
+        return f"  {rate:.1f}/s  about {(self._total - self._counts.done) / rate:.0f} s left"
 
 
 class _Rate(ProgressColumn):

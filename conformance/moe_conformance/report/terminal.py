@@ -6,15 +6,14 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from moe_conformance.report.failures import block, describe_case, group_failures
+from moe_conformance.report.failures import block, group_failures, sizes
 from moe_conformance.report.matrix import legend, tables
-from moe_conformance.report.model import Report, largest_headroom
+from moe_conformance.report.model import CaseResult, Report, largest_headroom
 from moe_conformance.verdicts import Verdict
 
 INDENT = " " * 6
@@ -51,33 +50,37 @@ def print_report(report: Report, console: Console, *, verbosity: int = 0) -> Non
         _print_reasons(report, console, verbosity)
     if verbosity > 0:
         _print_slowest(report, console)
-    console.print(summary(report), soft_wrap=True)
-
-
-def summary(report: Report) -> Text:
-    """The last line."""
     word, style = HEADLINES[report.exit_status]
+    lines = textwrap.wrap(f"{word}  {summary(report)}", console.width, subsequent_indent=" " * (len(word) + 2))
+    last = Text("\n".join(lines))
+    last.stylize(style, 0, len(word))
+    console.print(last, soft_wrap=True)
+
+
+def summary(report: Report) -> str:
+    """The last line, after its first word."""
     counts = report.count()
-    verdicts = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]) or "no cases"
-    parts = [verdicts]
+    parts = [", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]) or "no cases"]
     if not report.complete:
-        parts.insert(0, "STOPPED, the report is partial")
+        parts.insert(0, "stopped, so this report is partial")
     closest = largest_headroom(report.cases)
-    if closest is not None:
-        where = f"{closest.clause} {closest.pair} {describe_case(closest)}"
-        parts.append(f"largest error/bound {closest.headroom:.3g} ({where})")
+    if closest is not None and closest.headroom:  # 0 where every comparison was one of bits
+        parts.append(f"largest error/bound {closest.headroom:.3g} ({closest.clause} {closest.pair} {sizes(closest)})")
     parts.append(f"{report.duration_s:.1f} s")
     shard = f" shard {report.selection.shard}" if report.selection.shard else ""
     parts.append(f"profile {report.selection.profile}{shard} on {report.environment.device}")
     parts.append(f"exit status {report.exit_status}")
-    return Text.assemble((word, style), "  ", "; ".join(parts))
+    return "; ".join(parts)
 
 
 def _print_failures(report: Report, console: Console, verbosity: int) -> None:
     groups = group_failures(report.cases)
     shown = groups if verbosity > 0 else groups[:MOST_GROUPS]
+    said: set[str] = set()
     for group in shown:
-        for kind, text in block(group, report.selection):
+        lines = block(group, report.selection, with_text=group.clause not in said)
+        said.add(group.clause)
+        for kind, text in lines:
             if kind == "command":
                 # Never wrapped: it is there to be copied.
                 console.print(Text(INDENT + text, style=STYLES[kind]), soft_wrap=True)
@@ -103,7 +106,7 @@ def _print_matrix(report: Report, console: Console) -> None:
 def _print_reasons(report: Report, console: Console, verbosity: int) -> None:
     limit = None if verbosity > 0 else MOST_REASONS
     for verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN, Verdict.UNDER_CLAIMED, Verdict.QUARANTINED):
-        _print_counted(console, verdict.value, (c.reason for c in report.cases if c.verdict is verdict), limit)
+        _print_counted(console, verdict.value, [case for case in report.cases if case.verdict is verdict], limit)
     absent = [backend for backend in report.backends if backend.not_run_reason]
     if absent:
         _wrapped(console, "cannot run here:", "yellow")
@@ -115,16 +118,27 @@ def _print_reasons(report: Report, console: Console, verbosity: int) -> None:
         console.print()
 
 
-def _print_counted(console: Console, title: str, reasons: Iterable[str], limit: int | None) -> None:
-    counted = Counter(reasons).most_common()
-    if not counted:
+def _print_counted(console: Console, title: str, cases: list[CaseResult], limit: int | None) -> None:
+    """How often each reason occurs, whichever backend it is said of."""
+    if not cases:
         return
+    counted = Counter(_reason_of_any(case) for case in cases).most_common()
     _wrapped(console, f"{title}:", "yellow")
     for reason, count in counted[:limit]:
-        _wrapped(console, f"{count:5d}  {reason or 'no reason given'}", "", rest=" " * 7)
+        who = {case.pair for case in cases if _reason_of_any(case) == reason}
+        names = next(iter(who)) if len(who) == 1 else f"{len(who)} backends or pairs"
+        _wrapped(console, f"{count:5d}  {reason} ({names})", "", rest=" " * 7)
     if limit is not None and len(counted) > limit:
         rest = sum(count for _, count in counted[limit:])
         _wrapped(console, f"{rest:5d}  for {len(counted) - limit} more reasons: -v shows them", "dim", rest=" " * 7)
+
+
+def _reason_of_any(case: CaseResult) -> str:
+    """The reason without the name of the backend that it begins with."""
+    for name in (case.producer, case.consumer):
+        if name and case.reason.startswith(f"{name} "):
+            return case.reason.removeprefix(f"{name} ")
+    return case.reason or "no reason given"
 
 
 def _print_slowest(report: Report, console: Console) -> None:

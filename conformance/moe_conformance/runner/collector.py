@@ -13,6 +13,7 @@ from moe_conformance.plugin import PROPERTY, WATCHDOG_FACTOR
 from moe_conformance.report.model import CaseResult
 from moe_conformance.report.progress import Progress
 from moe_conformance.runner.crashes import describe, exit_status
+from moe_conformance.runner.given_up import Backends, Strikes
 from moe_conformance.verdicts import Verdict
 
 CRASHED = "???"
@@ -26,14 +27,14 @@ KILL_AFTER_S = 2
 class Collector:
     """Gathers results from the workers' reports and notices what the suite itself got wrong."""
 
-    def __init__(self, planned: Sequence[PlannedCase], progress: Progress, timeout_s: float) -> None:
+    def __init__(self, planned: Sequence[PlannedCase], progress: Progress, timeout_s: float, strikes: Strikes) -> None:
         self.planned: Mapping[str, PlannedCase] = {case.id: case for case in planned}
         self.results: dict[str, CaseResult] = {}
         self.suite_errors: list[str] = []
-        self.crashes = 0
         self.interrupted = False
         self._progress = progress
-        self._limit_s = WATCHDOG_FACTOR * timeout_s
+        self._timeout_s = timeout_s
+        self._strikes = strikes
         self._started: dict[str, float] = {}
         self._idle_crashes = 0
         self._given_up = False
@@ -51,7 +52,7 @@ class Collector:
         """Takes the result that the plugin attached, or makes one for a worker that crashed and a phase that failed."""
         attached = next((value for name, value in report.user_properties if name == PROPERTY), None)
         if report.when == CRASHED:
-            self._take(self._crashed(report))
+            self._take_crash(report)
         elif attached is not None and report.nodeid not in self.results:
             self._take(CaseResult.model_validate_json(str(attached)))
         elif report.failed and not self._is_broken(report.nodeid):
@@ -69,7 +70,6 @@ class Collector:
         """Counts lost workers and stops the run when they die before they run anything."""
         if not error or self.interrupted:
             return
-        self.crashes += 1
         self._idle_crashes = 0 if self._started else self._idle_crashes + 1
         if self._idle_crashes >= MOST_IDLE_CRASHES:
             reason = (
@@ -96,10 +96,12 @@ class Collector:
 
     def finish(self, why_not_run: str) -> tuple[CaseResult, ...]:
         """Every planned case in the plan's order; those without a result get ``not-run`` with the reason."""
-        return tuple(
-            self.results.get(case.id) or planned_result(case, Verdict.NOT_RUN, why_not_run)
-            for case in self.planned.values()
-        )
+
+        def not_run(case: PlannedCase) -> CaseResult:
+            given_up = self._strikes.reason(Backends(case.producer, case.consumer))
+            return planned_result(case, Verdict.NOT_RUN, given_up or why_not_run)
+
+        return tuple(self.results.get(case.id) or not_run(case) for case in self.planned.values())
 
     def _take(self, result: CaseResult) -> None:
         if result.id not in self.planned:
@@ -109,18 +111,21 @@ class Collector:
         self.results[result.id] = result
         if first:
             self._progress.advance(result)
+        if result.verdict is Verdict.ERROR and result.duration_s >= self._timeout_s:
+            self._strikes.add(Backends(result.producer, result.consumer))
 
-    def _crashed(self, report: pytest.TestReport) -> CaseResult:
+    def _take_crash(self, report: pytest.TestReport) -> None:
         if self._is_broken(report.nodeid):
-            return self.results[report.nodeid]
+            return
         began = self._started.get(report.nodeid)
         elapsed = None if began is None else time.monotonic() - began
-        reason = describe(exit_status(getattr(report, "node", None)), elapsed, self._limit_s)
+        limit_s = WATCHDOG_FACTOR * self._timeout_s
         case = self.planned.get(report.nodeid)
-        name = case.consumer or case.producer if case else None
-        if reason.startswith("hangs") and name:
-            reason = f"{name} {reason}"
-        return self._error(report.nodeid, reason, suite=False, duration_s=elapsed or 0.0)
+        backends = Backends(case.producer, case.consumer) if case else Backends(None, None)
+        reason = f"{backends} {describe(exit_status(getattr(report, 'node', None)), elapsed, limit_s)}"
+        self._take(self._error(report.nodeid, reason, suite=False, duration_s=elapsed or 0.0))
+        if elapsed is None or elapsed < self._timeout_s:  # _take counts what lasted longer
+            self._strikes.add(backends)
 
     def _failed_phase(self, report: pytest.TestReport) -> CaseResult:
         reason = f"the suite failed in {report.when}: {_last_line(report.longrepr)}"

@@ -31,7 +31,7 @@ def describe(status: int | None, elapsed_s: float | None, limit_s: float) -> str
     """
     if status == 1 and elapsed_s is not None and elapsed_s >= limit_s:
         return f"hangs: no result after {elapsed_s:.0f} s and the interpreter is held; its worker process was ended"
-    return f"worker crashed ({_cause(status)}) while running this case"
+    return f"crashed: its worker process ended ({_cause(status)}) while running this case"
 
 
 def _cause(status: int | None) -> str:
@@ -39,7 +39,7 @@ def _cause(status: int | None) -> str:
         return "exit status unknown"
     if status < 0:
         return f"signal {_signal_name(-status)}"
-    return f"the process exited with status {status}"
+    return f"exit status {status}"
 
 
 def _signal_name(number: int) -> str:

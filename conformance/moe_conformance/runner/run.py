@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,12 +21,13 @@ from moe_conformance.report.progress import Progress, Silent
 from moe_conformance.report.writer import write_report
 from moe_conformance.runner.collector import Collector
 from moe_conformance.runner.environment import quiet_stderr, stops_on_sigterm, suite_environment
+from moe_conformance.runner.given_up import Strikes
 from moe_conformance.runner.sharding import Shard
 
 FEW_CASES = 40
 """Below this one worker is quicker: every worker imports torch first, which takes as long as about 40 small cases."""
-MOST_CRASHES = 50
-"""Workers that are replaced before the rest is left: each costs an import of torch, and by then the point is made."""
+MOST_CRASHES = 100_000
+"""xdist's own limit, out of the way: a backend that goes on crashing is given up, see given_up.py."""
 GPU_WORKERS = 4
 """Most workers by default on a GPU: each has its own CUDA context of about half a gigabyte."""
 DEFAULT_TIMEOUT_S = 30.0
@@ -58,11 +60,19 @@ def run(
     """
     started, clock = datetime.now(UTC), time.monotonic()
     planned = [case for case in plan(request) if shard is None or shard.holds(case.id)]
-    collector = Collector(planned, progress or Silent(), timeout_s)
-    stopped_by = ""
-    if planned:
-        count = workers or default_workers(len(planned), request.device)
-        stopped_by = _run_pytest(collector, pytest_arguments(request, shard, count, timeout_s), verbose)
+    progress = progress or Silent()
+    with TemporaryDirectory(prefix="moe-conformance-") as folder:
+        given_up = Path(folder) / "given-up"
+        collector = Collector(planned, progress, timeout_s, Strikes(given_up))
+        stopped_by = ""
+        if planned:
+            count = workers or default_workers(len(planned), request.device)
+            arguments = [*pytest_arguments(request, shard, count, timeout_s), "--moe-given-up", str(given_up)]
+            progress.start(len(planned))
+            try:
+                stopped_by = _run_pytest(collector, arguments, verbose)
+            finally:
+                progress.stop()
     cases = explain_failures(collector.finish(_why_not_run(collector, stopped_by)))
     report = Report(
         complete=not stopped_by,
@@ -96,7 +106,7 @@ def pytest_arguments(request: PlanRequest, shard: Shard | None, workers: int, ti
     root = [suite, "-c", f"{suite}/pytest.ini", "--rootdir", suite, "--confcutdir", suite]
     # -s: a worker's output goes to its stderr; crash dumps need a real file there, which pytest's capture is not.
     plugins = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
-    for name in ("xdist.plugin", "moe_conformance.plugin", "moe_conformance.runner.sharding"):
+    for name in ("xdist.plugin", "moe_conformance.plugin", "moe_conformance.runner.worker"):
         plugins += ["-p", name]
     spread = ["-n", str(workers), "--max-worker-restart", str(MOST_CRASHES)]
     options = ["--moe-profile", request.profile, "--moe-device", request.device, "--moe-seed", str(request.seed)]
@@ -131,8 +141,6 @@ def _run_pytest(collector: Collector, arguments: list[str], verbose: bool) -> st
 def _why_not_run(collector: Collector, stopped_by: str) -> str:
     if stopped_by:
         return f"the run was stopped by {stopped_by} before this case ended"
-    if collector.crashes > MOST_CRASHES:
-        return f"the run ended after {collector.crashes} crashes of worker processes"
     if collector.suite_errors:
         return f"the suite failed before this case ran: {collector.suite_errors[0]}"
     return "its worker ended without a result for this case"

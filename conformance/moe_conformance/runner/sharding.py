@@ -1,11 +1,9 @@
-"""``--shard I/N``: a split of the ids that is the same on every machine. Also loaded as a pytest plugin in workers."""
+"""``--shard I/N``: a split of the ids that is the same on every machine."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-
-import pytest
 
 
 class ShardError(ValueError):
@@ -36,21 +34,3 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The shard, handed on to the workers."""
-    parser.getgroup("moe-conformance").addoption("--moe-shard", metavar="I/N", help="run only this part of the cases")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the cases of other shards."""
-    text = config.getoption("--moe-shard")
-    if text is None:
-        return
-    shard = Shard.parse(text)
-    left_out = [item for item in items if not shard.holds(item.nodeid)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if shard.holds(item.nodeid)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_parts
-from moe_conformance.layer_oracle import RankTruth, rank_truth
+from moe_conformance.layer_oracle import RankRows, RankTruth, rank_rows, rank_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
 from moe_conformance.support import layer_unsupported
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
@@ -26,11 +26,18 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 from moe_contract.checks import Expectation, check
+from moe_contract.dtypes import DtypeName
 from moe_contract.forward import MoEForward
 from moe_contract.outputs import MoEOutput
 
 RoutedOutput = Tensor | UnfinalizedMoEOutput
 cached_inputs = lru_cache(maxsize=2)(make_layer_inputs)
+
+
+@lru_cache(maxsize=16)
+def _cached_rows(case: LayerCase, rank: int, intermediate_dtype: DtypeName) -> RankRows:
+    """Every producer is judged by the same rows, one after the other; 16 are the ranks of the largest case."""
+    return rank_rows(cached_inputs(case), make_parts(case)[rank], intermediate_dtype)
 
 
 @dataclass
@@ -143,7 +150,8 @@ class LayerSubject:
     def truth(self, rank: int) -> RankTruth:
         """The float64 truth of one rank."""
         expected = self.expectation(rank, self.config())
-        return rank_truth(self.inputs, self.parts[rank], self.declaration, expected.weights_dtype)
+        rows = _cached_rows(self.case, rank, self.declaration.intermediate_dtype)
+        return rank_truth(self.inputs, rows, self.declaration, expected.weights_dtype)
 
     def record(self, headroom: float) -> None:
         """Keeps the largest error / bound for the report."""

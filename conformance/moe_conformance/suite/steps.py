@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,9 +15,15 @@ from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError
 from moe_contract import ContractViolation, TailOutput, UnfinalizedMoEOutput, UnsupportedError, Violation, is_unfinalized
+from moe_contract.outputs import require_unfinalized
 
 REFUSALS = (UnsupportedError, ValueError, TypeError)
 """What a backend raises to refuse: UnsupportedError, a ContractViolation (a ValueError), ValueError or TypeError."""
+
+
+def with_routed(inputs: TailInputs, change: Callable[[UnfinalizedMoEOutput], UnfinalizedMoEOutput]) -> TailInputs:
+    """The same inputs with every rank's triple changed."""
+    return inputs.with_outputs([replace(output, routed=change(require_unfinalized(output))) for output in inputs.outputs])
 
 
 def deferred(layer: LayerSubject) -> list[RoutedOutput]:

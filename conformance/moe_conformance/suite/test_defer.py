@@ -17,7 +17,7 @@ from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import deferred, require_same
+from moe_conformance.suite.steps import deferred, judge_rows, require_same
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import (
     MoEOutput,
@@ -143,11 +143,11 @@ def test_call_beyond_the_negotiated_cap_is_refused(tail: TailSubject) -> None:
     {"method": "default", "ep": 2},
     {"activation": "relu2", "stratum": "lattice"},
     where=_multi_rank,
-    breadth="wide",
 )
 def test_deferred_equals_finalized(layer: LayerSubject) -> None:
     """Finalizing a deferred output gives the same kernel's finalized output within the bound of both."""
     pending, whole = deferred(layer), layer.run(layer.config(defer=False))
+    judge_rows(layer, pending)
     for rank, (triple, tensor) in enumerate(zip(pending, whole, strict=True)):
         if not isinstance(tensor, Tensor):
             expected = "a finalized tensor: the flag is off"
@@ -185,7 +185,11 @@ def test_pending_output_is_not_taken_for_a_tensor(layer: LayerSubject) -> None:
     """Code that handles only tensors gets a clear error when it is handed a pending output."""
     layer.require_support(deferral=True)
     pending = layer.run_forward(layer.config())[0]
-    uses = {"require_tensor": lambda: require_tensor(pending), "add": lambda: torch.zeros(1) + pending}
+    assert not isinstance(pending, Tensor)
+    uses: dict[str, Callable[[], object]] = {
+        "require_tensor": lambda: require_tensor(pending),
+        "add": lambda: torch.zeros(1) + pending,
+    }
     for name, use in uses.items():
         try:
             use()

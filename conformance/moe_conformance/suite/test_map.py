@@ -13,10 +13,10 @@ from moe_conformance.cases import LayerCase, TailCase
 from moe_conformance.marks import clause, layers, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_refused
+from moe_conformance.suite.steps import deferred, judge_rows, require_refused, with_routed
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
-from moe_contract import MoEOutput, UnfinalizedMoEOutput
+from moe_contract import UnfinalizedMoEOutput
 from moe_contract.checks import check_expert_parallel_group
 from moe_contract.dtypes import torch_dtype
 
@@ -99,16 +99,14 @@ def test_absent_expert_contributes_nothing(tail: TailSubject) -> None:
 @tails({"absent": "quarter"}, {"absent": "all"})
 def test_absent_expert_contributes_nothing_even_with_a_nan_weight(tail: TailSubject) -> None:
     """A consumer skips -1 slots even when their weight is NaN."""
-    outputs = [_with_weights(output, math.nan) for output in tail.inputs.outputs]
-    tail.judge_residual(tail.run(tail.inputs.with_outputs(outputs)))
+    tail.judge_residual(tail.run(with_routed(tail.inputs, _with_nan_weights)))
 
 
 @clause("MAP-4")
 @tails({"absent": "quarter"}, {"absent": "all"})
 def test_absent_expert_contributes_nothing_even_with_a_nan_row_zero(tail: TailSubject) -> None:
     """A consumer skips -1 slots even when row 0, which a clamped index would read, is NaN."""
-    outputs = [_with_nan_row_zero(output) for output in tail.inputs.outputs]
-    tail.judge_residual(tail.run(tail.inputs.with_outputs(outputs)))
+    tail.judge_residual(tail.run(with_routed(tail.inputs, _with_nan_row_zero)))
 
 
 @clause("MAP-5")
@@ -129,50 +127,35 @@ def test_every_route_is_on_exactly_one_expert_parallel_rank(layer: LayerSubject)
 @tails({"tokens": 2, "top_k": 2, "ranks": 1, "hidden_size": 7168, "dtype": "bfloat16"})
 def test_rows_beyond_two_to_31_elements_are_addressed(tail: TailSubject) -> None:
     """A row whose offset in elements passes 2^31 is read where it is."""
-    inputs = tail.inputs
-    tail.judge_residual(tail.run(inputs.with_outputs([_far_away(inputs.outputs[0], tail.case)])))
+    far = with_routed(tail.inputs, lambda routed: _far_away(routed, tail.case))
+    tail.judge_residual(tail.run(far))
 
 
 def _with_map(tail: TailSubject, change: Callable[[Tensor], Tensor]) -> TailInputs:
-    outputs = []
-    for output in tail.inputs.outputs:
-        routed = _routed(output)
-        changed = change(routed.expanded_idx_to_permuted_idx)
-        outputs.append(replace(output, routed=replace(routed, expanded_idx_to_permuted_idx=changed)))
-    return tail.inputs.with_outputs(outputs)
-
-
-def _routed(output: MoEOutput) -> UnfinalizedMoEOutput:
-    routed = output.routed
-    assert not isinstance(routed, Tensor)
-    return routed
-
-
-def _with_weights(output: MoEOutput, value: float) -> MoEOutput:
-    """``value`` as the weight of every -1 slot."""
-    routed = _routed(output)
-    weights = torch.where(routed.expanded_idx_to_permuted_idx < 0, value, routed.expert_weights)
-    return replace(output, routed=replace(routed, expert_weights=weights))
-
-
-def _with_nan_row_zero(output: MoEOutput) -> MoEOutput:
-    """One more row in front, of NaN; every entry moves up by one."""
-    routed = _routed(output)
-    rows, index = routed.gemm2_permuted, routed.expanded_idx_to_permuted_idx
-    front = torch.full((1, rows.shape[1]), math.nan, dtype=rows.dtype)
-    moved = torch.where(index >= 0, index + 1, index)
-    return replace(
-        output,
-        routed=replace(routed, gemm2_permuted=torch.cat([front, rows]), expanded_idx_to_permuted_idx=moved),
+    return with_routed(
+        tail.inputs, lambda routed: replace(routed, expanded_idx_to_permuted_idx=change(routed.expanded_idx_to_permuted_idx))
     )
 
 
-def _far_away(output: MoEOutput, case: TailCase) -> MoEOutput:
+def _with_nan_weights(routed: UnfinalizedMoEOutput) -> UnfinalizedMoEOutput:
+    """NaN as the weight of every -1 slot."""
+    weights = torch.where(routed.expanded_idx_to_permuted_idx < 0, math.nan, routed.expert_weights)
+    return replace(routed, expert_weights=weights)
+
+
+def _with_nan_row_zero(routed: UnfinalizedMoEOutput) -> UnfinalizedMoEOutput:
+    """One more row in front, of NaN; every entry moves up by one."""
+    rows, index = routed.gemm2_permuted, routed.expanded_idx_to_permuted_idx
+    front = torch.full((1, rows.shape[1]), math.nan, dtype=rows.dtype)
+    moved = torch.where(index >= 0, index + 1, index)
+    return replace(routed, gemm2_permuted=torch.cat([front, rows]), expanded_idx_to_permuted_idx=moved)
+
+
+def _far_away(routed: UnfinalizedMoEOutput, case: TailCase) -> UnfinalizedMoEOutput:
     """The same rows behind 2^31 elements that are never touched: memory that is not written costs nothing."""
-    routed = _routed(output)
     rows, index = routed.gemm2_permuted, routed.expanded_idx_to_permuted_idx
     before = -(-TWO_TO_31 // case.hidden_size)
     far = torch.empty(before + rows.shape[0], case.hidden_size, dtype=torch_dtype(case.dtype))
     far[before:] = rows
     moved = torch.where(index >= 0, index + before, index).to(torch.int32)
-    return replace(output, routed=replace(routed, gemm2_permuted=far, expanded_idx_to_permuted_idx=moved))
+    return replace(routed, gemm2_permuted=far, expanded_idx_to_permuted_idx=moved)

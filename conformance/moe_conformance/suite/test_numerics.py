@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from moe_conformance.cases import LayerCase
 from moe_conformance.marks import clause, layers, pairs, tails
 from moe_conformance.subjects.layer import LayerSubject
@@ -39,6 +41,8 @@ def test_tail_is_within_the_bound_of_its_profile(tail: TailSubject) -> None:
     {"stratum": "dominant"},
     {"stratum": "dominant", "shared": True},
     {"stratum": "normal", "weights_dtype": "float32"},
+    # With more ranks, the worst-case bound of profiles that round at each rank is wider than one rank's expert.
+    where=lambda case: case.ranks <= 4,
 )
 def test_tail_is_within_the_bound_where_rounding_shows(tail: TailSubject) -> None:
     """Terms that cancel, and terms below half a unit of the largest, tell apart where a consumer rounds."""
@@ -92,8 +96,10 @@ def test_repeats_of_a_producer_give_the_same_routes(layer: LayerSubject) -> None
     if layer.declaration.determinism is Determinism.VARIES:
         raise UnsupportedCaseError(f"{layer.name} declares that results vary from run to run")
     first = deferred(layer)
+    layer.require_contract(first)
     for _ in range(REPEATS - 1):
         for rank, (a, b) in enumerate(zip(first, deferred(layer), strict=True)):
+            assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
             require_same(a.expert_weights, b.expert_weights, "NUM-2", "expert_weights", "a repeat", rank)
             rows = [o.gemm2_permuted[o.expanded_idx_to_permuted_idx.long().clamp(min=0)] for o in (a, b)]
             require_same(rows[0].flatten(1), rows[1].flatten(1), "NUM-2", "gathered rows", "a repeat", rank)

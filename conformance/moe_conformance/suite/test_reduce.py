@@ -15,7 +15,8 @@ from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import require_same
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.verdicts import ClauseBrokenError
-from moe_contract import MoEOutput, PeerTimeoutError, UnfinalizedMoEOutput, Violation
+from moe_contract import MoEOutput, PeerTimeoutError, Violation
+from moe_contract.outputs import require_unfinalized
 
 PEER_TIMEOUT_S = 0.3
 """How long a rank waits for a peer that never comes; a hundred times what the slowest collective here takes."""
@@ -149,8 +150,7 @@ def _with_odd_rank(inputs: TailInputs) -> TailInputs:
 
 
 def _changed(output: MoEOutput, *, index: int | None = None, rows: float | None = None) -> MoEOutput:
-    routed = output.routed
-    assert isinstance(routed, UnfinalizedMoEOutput)
+    routed = require_unfinalized(output)
     if index is not None:
         filled = torch.full_like(routed.expanded_idx_to_permuted_idx, index)
         routed = replace(routed, expanded_idx_to_permuted_idx=filled)

@@ -28,7 +28,7 @@ def test_layer_hands_over_each_ranks_own_partial(layer: LayerSubject) -> None:
     for rank, output in enumerate(outputs):
         part = layer.parts[rank]
         assert part.shared is not None and not isinstance(output, Tensor)
-        expected, bound = mlp(part.shared, part.activation, tokens, part.dtype, layer.declaration)
+        expected, bound = mlp(part.shared, part.activation, tokens, part.dtype, layer.declaration.intermediate_dtype)
         shared = output.shared_output
         if shared is None or shared.shape != expected.shape:
             got = "None" if shared is None else str(list(shared.shape))
@@ -37,8 +37,8 @@ def test_layer_hands_over_each_ranks_own_partial(layer: LayerSubject) -> None:
         layer.record(float(ratio.max()))
         if float(ratio.max()) > 1.0:
             token, column = divmod(int(ratio.argmax()), expected.shape[1])
-            got, want = float(shared[token, column]), float(expected[token, column])
-            raise ClauseBrokenError([_violation(f"{got:.7g} (token {token}, column {column})", f"{want:.7g}", rank)])
+            found = f"{float(shared[token, column]):.7g} (token {token}, column {column})"
+            raise ClauseBrokenError([_violation(found, f"{float(expected[token, column]):.7g}", rank)])
 
 
 @clause("SHARED-1")

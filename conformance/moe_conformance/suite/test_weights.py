@@ -11,10 +11,9 @@ from moe_conformance.marks import clause, layers, pairs, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_refused
+from moe_conformance.suite.steps import deferred, judge_rows, require_refused, with_routed
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import UnsupportedCaseError
-from moe_contract import MoEOutput, UnfinalizedMoEOutput
 
 
 def _multi_rank(case: LayerCase) -> bool:
@@ -102,10 +101,4 @@ def test_weight_is_applied_once_over_producer_and_consumer(pair: PairSubject) ->
 
 def _with_weights_in(tail: TailSubject, dtype: torch.dtype) -> TailInputs:
     """The case's inputs with the same weights in another dtype."""
-    return tail.inputs.with_outputs([replace(o, routed=_converted(o, dtype)) for o in tail.inputs.outputs])
-
-
-def _converted(output: MoEOutput, dtype: torch.dtype) -> UnfinalizedMoEOutput:
-    routed = output.routed
-    assert not isinstance(routed, torch.Tensor)
-    return replace(routed, expert_weights=routed.expert_weights.to(dtype))
+    return with_routed(tail.inputs, lambda routed: replace(routed, expert_weights=routed.expert_weights.to(dtype)))

@@ -1,0 +1,51 @@
+"""Running conformance tests on backend objects in this process, without pytest: for tests of the suite itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moe_conformance.marks import metadata
+from moe_conformance.outcome import case_result
+from moe_conformance.plan import Parameter, PlanRequest, parameters, suite_tests
+from moe_conformance.report.model import CaseResult
+from moe_conformance.subjects.calls import Settings
+from moe_conformance.subjects.make import Sides, make_subject
+from moe_contract import Consumer, Producer
+
+
+def run_direct(
+    request: PlanRequest,
+    producer: Producer | None = None,
+    consumer: Consumer | None = None,
+    *,
+    settings: Settings | None = None,
+) -> Iterator[CaseResult]:
+    """The result of every case of the request, one by one, with these objects in place of named backends.
+
+    The request's ``producers`` and ``consumers`` only give the names that results carry.
+    """
+    for name, function in suite_tests().items():
+        test = metadata(function)
+        assert test is not None
+        if request.clauses and test.clause not in request.clauses:
+            continue
+        for parameter in parameters(test, request):
+            sides = Sides(producer if parameter.producer else None, consumer if parameter.consumer else None)
+            yield _run_one(name, function, parameter, sides, settings or Settings())
+
+
+def _run_one(
+    name: str, function: Callable[..., Any], parameter: Parameter, sides: Sides, settings: Settings
+) -> CaseResult:
+    test = metadata(function)
+    assert test is not None
+    subject = make_subject(parameter, sides, test.clause, settings)
+    started = time.perf_counter()
+    error: BaseException | None = None
+    try:
+        function(subject)
+    except Exception as raised:
+        error = raised
+    return case_result(f"{name}[{parameter.id}]", test, parameter, error, subject.headroom, time.perf_counter() - started)

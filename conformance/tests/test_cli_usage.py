@@ -1,0 +1,188 @@
+"""The command line without a run: what is listed and explained, and what is refused with one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_conformance.cli.app import invoke
+from moe_conformance.models import models
+from moe_contract.clauses import registry
+
+from .wrong_plugins import write_wrong_plugins
+
+
+@pytest.fixture(autouse=True)
+def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, and output as a narrow terminal gets it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "--profile", "smok"], "unknown profile 'smok'; did you mean 'smoke'?"),
+        (["run", "--profile", "model:qwen3-30b"], "did you mean 'qwen3-30b-a3b'?"),
+        (["run", "--clause", "MOP-4"], "unknown clause 'MOP-4'; did you mean 'MAP-4'?"),
+        (["run", "--consumer", "referenc"], "unknown backend 'referenc'; did you mean 'reference'?"),
+        (["run", "--producer", "reference-a"], "backend 'reference-a' has no producer, only a consumer"),
+        (["run", "--consumer", "absent_module:it"], "could not be imported: ModuleNotFoundError"),
+        (["run", "--tp", "1,x"], "--tp: expected sizes from 1 to 64 such as 1,2,4, got '1,x'"),
+        (["run", "--tp", "0"], "--tp: expected sizes from 1 to 64"),
+        (["run", "--tp", ""], "--tp: expected sizes from 1 to 64"),
+        (["run", "--device", "gpu"], "--device: expected cpu or cuda, got 'gpu'"),
+        (["run", "--shard", "5/4"], "--shard: shard 5/4 does not exist"),
+        (["run", "-n", "0"], "-n: expected auto or a number of worker processes from 1, got '0'"),
+        (["run", "-n", "many"], "got 'many'"),
+        (["run", "--timeout", "-1"], "--timeout: expected seconds above 0"),
+        (["run", "--timeout", "nan"], "--timeout: expected seconds above 0"),
+        (["run", "--seed", "x"], "'x'"),
+        (["run", "--porducer", "reference"], "--producer"),
+        (["explain", "MAP-44"], "did you mean 'MAP-4'?"),
+        (["explain"], "CLAUSE"),
+        (["list", "backend"], "unknown list 'backend'; did you mean 'backends'?"),
+        (["lst"], "'list'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_exit_status_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what was expected or what is nearest, on stderr, and nothing runs."""
+    assert invoke(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("moe-conformance: ") and expected in line
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import absent_library", "ModuleNotFoundError: No module named 'absent_library'"),
+        ("raise RuntimeError('first line\\nsecond line')", "RuntimeError: first line second line"),
+        ("raise SystemExit(3)", "it ended the program (3)"),
+        ("it = 5", "is a int; expected an object with 'declaration'"),
+        ("def it(:", "SyntaxError"),
+    ],
+)
+def test_backend_that_cannot_be_imported_is_one_line(
+    source: str, expected: str, current_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its module does."""
+    module = f"broken_{abs(hash(source))}"  # a name of its own: modules stay imported
+    (current_folder / f"{module}.py").write_text(source + "\n", encoding="utf-8")
+    assert invoke(["run", "--consumer", f"{module}:it"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU job on a machine whose driver is missing must not be green."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert invoke(["run", "--device", "cuda"]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
+
+
+def test_unwritable_report_folder_is_refused_before_the_run(
+    current_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after an hour of it."""
+    (current_folder / "taken").write_text("")
+    assert invoke(["run", "--profile", "smoke", "--report", "taken/report"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "cannot write to the report folder taken/report" in captured.err
+
+
+def test_nothing_to_run_is_exit_status_3(current_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend for another device is listed with the reason and what it needs."""
+    write_wrong_plugins(current_folder)
+    assert invoke(["run", "--consumer", "wrong:gpu_only", "--device", "cpu", "--profile", "smoke"]) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "consumer wrong:gpu_only: declares no support for device cpu (declared: cuda); it needs an NVIDIA GPU" in text
+    )
+    assert "NOTHING RAN" in text
+
+
+def test_explain_prints_what_the_registry_says_and_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text, why, where to look, real cases, and the suite's tests of the clause."""
+    assert invoke(["explain", "MAP-4"]) == 0
+    out = capsys.readouterr().out
+    flowing, clause = " ".join(out.split()), registry()["MAP-4"]
+    for part in (clause.text, clause.why, clause.look_first, *clause.real_cases):
+        assert part in flowing
+    assert "test_map.py::" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_every_clause_can_be_explained_and_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """No clause is without a test."""
+    for clause in registry():
+        assert invoke(["explain", clause]) == 0
+        assert "none in this version" not in capsys.readouterr().out, clause
+
+
+def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    """Clauses, models, profiles and backends, by name at the beginning of a line."""
+
+    def first_words(what: str) -> set[str]:
+        assert invoke(["list", what]) == 0
+        return {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
+
+    assert first_words("clauses") == set(registry())
+    assert first_words("models") == set(models())
+    assert first_words("profiles") >= {"smoke", "core", "full"}
+    assert "reference" in first_words("backends")
+
+
+def test_listed_cases_are_those_that_the_options_select(capsys: pytest.CaptureFixture[str]) -> None:
+    """A consumer named alone: its own tests, and pairs with the reference producer; no other backend's."""
+    arguments = ["list", "cases", "--profile", "smoke", "--consumer", "reference-a", "--clause", "NUM-1", "--tp", "2"]
+    assert invoke(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    backends = {line.partition("[")[2].partition(":")[0] for line in lines}
+    assert backends == {"reference-a", "reference+reference-a"}
+    assert all(line.startswith("NUM-1 ") and "-N2-" in line for line in lines)
+
+
+def test_doctor_says_what_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions, GPU, compiler, and each backend."""
+    assert invoke(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    labels = {line.split()[0] for line in lines if line and not line.startswith(" ")}
+    assert {"suite", "python", "torch", "GPU", "nvcc", "flashinfer"} <= labels
+    assert any(line.split() == ["consumer", "reference", "can", "run"] for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], []])
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    """It is there at once."""
+    code = "import sys; from moe_conformance.cli.app import invoke; invoke(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: moe-conformance" in done.stdout + done.stderr
+
+
+def test_internal_error_is_one_line_and_not_a_broken_clause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2: 1 would say that a backend is wrong."""
+
+    def broken(name: str) -> None:
+        raise ZeroDivisionError("nothing to divide")
+
+    monkeypatch.setattr("moe_conformance.cli.selection.get_profile", broken)
+    assert invoke(["run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "internal error: ZeroDivisionError: nothing to divide (test_cli_usage.py:" in line
+    monkeypatch.setenv("MOE_CONFORMANCE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        invoke(["run"])
