@@ -36,6 +36,20 @@ def run_direct(
             yield _run_one(name, function, parameter, sides, settings or Settings())
 
 
+def run_case(
+    function: Callable[..., Any],
+    case: Any,
+    producer: Producer | None,
+    consumer: Consumer | None,
+    *,
+    settings: Settings | None = None,
+) -> CaseResult:
+    """The result of one conformance test on one case that no profile need contain."""
+    names = (producer.declaration.name if producer else None, consumer.declaration.name if consumer else None)
+    parameter = Parameter(producer=names[0], consumer=names[1], case=case)
+    return _run_one(function.__name__, function, parameter, Sides(producer, consumer), settings or Settings())
+
+
 def _run_one(
     name: str, function: Callable[..., Any], parameter: Parameter, sides: Sides, settings: Settings
 ) -> CaseResult:

@@ -68,13 +68,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     """One run of all wrong consumers beside the right one."""
     folder = tmp_path_factory.mktemp("mixed")
     named = [part for name in WRONG for part in ("--consumer", f"wrong:{name}")]
-    clauses = ["--clause", "MAP-4", "--tp", "1", "--timeout", "2", "-n", "2", "--report", str(folder / "report")]
+    clauses = ["--clause", "MAP-4", "--tp", "1", "--timeout", "1", "-n", "2", "--report", str(folder / "report")]
     yield finish(start(folder, *named, *clauses), folder / "report")
 
 
 def test_broken_clause_is_exit_status_1(mixed: Ended) -> None:
     """Whatever else crashed, and with nothing on stderr."""
-    assert mixed.status == mixed.report.exit_status == 1
+    assert mixed.status == mixed.report.exit_status == 1, mixed.out
     assert mixed.err == ""
 
 
@@ -97,7 +97,7 @@ def test_wrong_result_is_blamed_with_its_cause(mixed: Ended) -> None:
     [
         ("raises", "wrong:raises raised KeyError: 'no such buffer' (wrong.py:"),
         ("nonsense", "wrong:nonsense returned str, expected moe_contract.TailOutput"),
-        ("sleeps", "wrong:sleeps hangs: no result after 2 s"),
+        ("sleeps", "wrong:sleeps hangs: no result after 1 s"),
         ("holds", "wrong:holds hangs: no result after"),
         ("exits", "wrong:exits crashed: its worker process ended (exit status 7)"),
         ("segfaults", "wrong:segfaults crashed: its worker process ended (signal SIGSEGV)"),
@@ -125,8 +125,9 @@ def test_backend_that_goes_on_crashing_is_given_up_with_the_reason(mixed: Ended,
 
 def test_every_planned_case_has_a_result(mixed: Ended) -> None:
     """Each id of the manifest once, and no other."""
+    assert mixed.report.suite_errors == ()
     assert [case.id for case in mixed.report.cases] == list(mixed.report.manifest)
-    assert mixed.report.complete and not mixed.report.suite_errors
+    assert mixed.report.complete
 
 
 def test_junit_agrees_with_the_report(mixed: Ended) -> None:

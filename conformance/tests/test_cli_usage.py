@@ -43,7 +43,7 @@ def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["run", "-n", "many"], "got 'many'"),
         (["run", "--timeout", "-1"], "--timeout: expected seconds above 0"),
         (["run", "--timeout", "nan"], "--timeout: expected seconds above 0"),
-        (["run", "--seed", "x"], "'x'"),
+        (["run", "--seed", "x"], "'--seed'"),
         (["run", "--porducer", "reference"], "--producer"),
         (["explain", "MAP-44"], "did you mean 'MAP-4'?"),
         (["explain"], "CLAUSE"),
@@ -120,7 +120,7 @@ def test_explain_prints_what_the_registry_says_and_the_tests(capsys: pytest.Capt
     for part in (clause.text, clause.why, clause.look_first, *clause.real_cases):
         assert part in flowing
     assert "test_map.py::" in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert all(len(line) <= 80 for line in out.splitlines() if ".py::" not in line)  # names are there to be copied
 
 
 def test_every_clause_can_be_explained_and_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,7 @@ def test_doctor_says_what_can_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], []])
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     """It is there at once."""
-    code = "import sys; from moe_conformance.cli.app import invoke; invoke(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys, moe_conformance.cli.app as cli; cli.invoke(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert "Usage: moe-conformance" in done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -35,7 +36,7 @@ def printed(report: Report, *, width: int = NARROW, verbosity: int = 0) -> str:
     return file.getvalue()
 
 
-def every_family(**fields: str) -> list[CaseResult]:
+def every_family(**fields: Any) -> list[CaseResult]:
     """One passed case of each family."""
     return [result(f"{family}-1", **fields) for family in families()]
 

@@ -43,7 +43,8 @@ def explain_command(clause_id: str) -> None:
     if not tests:
         _print_fact("tests", "none in this version of the suite", console.width)
     for number, (name, promise) in enumerate(tests.items()):
-        _print_fact("tests" if number == 0 else "", f"{name}: {promise}" if promise else name, console.width)
+        _print_fact("tests" if number == 0 else "", promise or "no promise", console.width)
+        print(f"{' ' * (LABEL_WIDTH + 2)}{name}")
 
 
 def checking_tests(clause_id: str) -> dict[str, str]:

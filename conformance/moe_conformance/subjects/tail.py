@@ -239,5 +239,5 @@ def _checked(name: str, output: object, call: TailInputs) -> TailOutput:
             raise BackendError(
                 f"{name} returned {what} {list(tensor.shape)} {tensor.dtype}, expected {list(want[0])} {want[1]}"
             )
-    quantised = (None if field is None else field.cpu() for field in (output.quant_out, output.quant_scale))
-    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), *quantised)
+    codes, scale = (None if field is None else field.cpu() for field in (output.quant_out, output.quant_scale))
+    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), codes, scale)
