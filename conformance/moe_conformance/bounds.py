@@ -1,4 +1,4 @@
-"""The derived error bounds. Symbols: u a unit roundoff, gamma(n) = n u32 / (1 - n u32), eta half the smallest subnormal.
+"""The derived error bounds. Symbols: u a unit roundoff, gamma(n) = n u32 / (1 - n u32), eta half the least subnormal.
 
 All inputs and results are float64. Source: Higham, Accuracy and Stability of Numerical Algorithms, chapters 3 and 4
 (sums and inner products); the stages are those of docs/numerics.md.
@@ -82,8 +82,8 @@ def residual(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
 def rms_norm(normed: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     """Error of ``norm_out`` computed from the residual that was observed.
 
-    rho is the relative error of the reciprocal root: half that of the mean square (log2 H levels of a tree over lanes of
-    SERIAL_ADDS), and 4 roundings for the division, eps, root and reciprocal. Three more multiply row, root and gain.
+    rho is the relative error of the reciprocal root: half that of the mean square (log2 H levels of a tree over lanes
+    of SERIAL_ADDS), and 4 roundings for the division, eps, root and reciprocal. Three more multiply row, root and gain.
     """
     rho = gamma(math.log2(hidden_size) + SERIAL_ADDS) / 2.0 + 4.0 * U32
     error = normed.abs() * (rho * (1.0 + rho) + 3.0 * U32)

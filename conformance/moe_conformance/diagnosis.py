@@ -1,4 +1,4 @@
-"""From a wrong value to its cause: each known kind of fault says what it would have given, and is compared with the result."""
+"""From a wrong value to its cause: each known kind of fault says what it would have given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from moe_conformance.oracle import Truth
 from moe_conformance.tail_data import TailInputs
 from moe_contract import MoEOutput
 from moe_contract.outputs import require_unfinalized
-
 
 SLACK = 4.0
 """A wrong result is compared with what a fault would have given to within this many bounds: the bound is the right
@@ -69,12 +68,15 @@ def diagnose(inputs: TailInputs, got: Tensor, truth: Truth, place: Place, rank: 
     residual = inputs.residual[place.token].double()
     row = got[place.token].double()
     expected, bound = truth.value[place.token], truth.bound[place.token]
+    best: tuple[float, _Suspect] | None = None
     for suspect in _suspects(ranks, residual, rank):
         slack = SLACK * (bound + UNIT_ROUNDOFF[got.dtype] * suspect.result.abs())
-        explains = ((row - suspect.result).abs() <= slack).all()
-        differs = ((suspect.result - expected).abs() > slack).any()
-        if bool(explains) and bool(differs):
-            return Cause(suspect.clause, suspect.sentence)
+        distance = float(((row - suspect.result).abs() / slack).max())
+        differs = bool(((suspect.result - expected).abs() > slack).any())
+        if differs and distance <= 1.0 and (best is None or distance < best[0]):
+            best = distance, suspect
+    if best is not None:
+        return Cause(best[1].clause, best[1].sentence)
     if not bool(row.isfinite().all()) and bool(expected.isfinite().all()):
         return _leak(ranks)
     return None
@@ -86,7 +88,10 @@ def _rank_part(output: MoEOutput, token: int) -> _Rank:
     scale = float(output.routed_scaling_factor)
     if isinstance(routed, Tensor):
         row = routed[token : token + 1].double()
-        one, there = torch.ones(1, dtype=torch.float64, device=row.device), torch.ones(1, dtype=torch.bool, device=row.device)
+        one, there = (
+            torch.ones(1, dtype=torch.float64, device=row.device),
+            torch.ones(1, dtype=torch.bool, device=row.device),
+        )
         extra = torch.zeros_like(row[0]) if shared is None else shared[token].double()
         return _Rank(row, one, there, extra, scale, output, token)
     index = routed.expanded_idx_to_permuted_idx[token].long()
@@ -151,7 +156,9 @@ def _weights(ranks: list[_Rank], residual: Tensor) -> Iterator[_Suspect]:
 
     if any(isinstance(rank.output.routed, Tensor) for rank in ranks):
         return
-    yield _Suspect("WGT-4", "the routing weight was not applied", with_weights([torch.ones_like(r.weights) for r in ranks]))
+    yield _Suspect(
+        "WGT-4", "the routing weight was not applied", with_weights([torch.ones_like(r.weights) for r in ranks])
+    )
     yield _Suspect("WGT-4", "the routing weight was applied twice", with_weights([r.weights**2 for r in ranks]))
     routed = require_unfinalized(ranks[0].output)
     dtype = routed.gemm2_permuted.dtype
@@ -205,7 +212,9 @@ def _reduction(ranks: list[_Rank], total: Tensor, residual: Tensor, own: int) ->
             copied = total - ranks[peer].local + ranks[own].local + residual
             yield _Suspect("RED-1", f"rank {own}'s own data stands in for that of rank {peer}", copied)
     yield _Suspect("RED-1", "nothing was reduced: only this rank's part is there", ranks[own].local + residual)
-    yield _Suspect("RED-1", f"this rank's part was multiplied by {count}, not summed", count * ranks[own].local + residual)
+    yield _Suspect(
+        "RED-1", f"this rank's part was multiplied by {count}, not summed", count * ranks[own].local + residual
+    )
     yield _Suspect("RED-1", f"the sum was reduced twice ({count} times too large)", count * total + residual)
 
 
@@ -222,4 +231,3 @@ def _leak(ranks: list[_Rank]) -> Cause:
     if any(not bool(rank.present.all()) for rank in ranks):
         return Cause("MAP-4", "a slot of -1 let its NaN weight, or a row that it does not name, reach the result")
     return Cause("ROWS-2", "a row that no map entry names reached the result")
-

@@ -62,4 +62,6 @@ def _run_one(
         function(subject)
     except Exception as raised:
         error = raised
-    return case_result(f"{name}[{parameter.id}]", test, parameter, error, subject.headroom, time.perf_counter() - started)
+    return case_result(
+        f"{name}[{parameter.id}]", test, parameter, error, subject.headroom, time.perf_counter() - started
+    )

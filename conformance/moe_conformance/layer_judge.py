@@ -1,4 +1,4 @@
-"""Judging what a producer hands over: slots are matched to the oracle's experts, then rows and weights to their bounds."""
+"""Judging what a producer hands over: slots matched to the oracle's experts, rows and weights to their bounds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class RowJudgement:
     violation: Violation | None
 
 
-def judge_rank(
-    output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause: str, part: MoELayer
-) -> RowJudgement:
+def judge_rank(output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause: str, part: MoELayer) -> RowJudgement:
     """Rows and weights of one rank's output against its truth. ``clause`` is blamed where no cause is known."""
     index = output.expanded_idx_to_permuted_idx.long().cpu()
     rows = _gather(output.gemm2_permuted.cpu(), index)
@@ -96,7 +94,9 @@ def _order_of(token: int, truth: RankTruth, rows: Tensor, present: Tensor, weigh
     for slot in range(top_k):
         if order[slot] is None:
             same = [other for other in free if bool(truth.present[token, other]) == bool(present[token, slot])]
-            distances = {other: abs(float(weights[token, slot] - truth.weights[token, other])) for other in same or free}
+            distances = {
+                other: abs(float(weights[token, slot] - truth.weights[token, other])) for other in same or free
+            }
             nearest = min(distances, key=lambda other: distances[other])
             order[slot] = nearest
             free.remove(nearest)

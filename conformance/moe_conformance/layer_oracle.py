@@ -1,4 +1,4 @@
-"""Float64 truth of one rank's rows: the experts' MLPs from the exact bits of weights and tokens, with derived bounds."""
+"""Float64 truth of one rank's rows: the experts' MLPs from the exact bits of weights and tokens, with bounds."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def _gemm(x: Tensor, x_error: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     return value, error
 
 
-def _gated(activation: Activation, gate: Tensor, gate_error: Tensor, up: Tensor, up_error: Tensor) -> tuple[Tensor, Tensor]:
+def _gated(
+    activation: Activation, gate: Tensor, gate_error: Tensor, up: Tensor, up_error: Tensor
+) -> tuple[Tensor, Tensor]:
     if activation is Activation.SWIGLU_OAI:
         gate, up = gate.clamp(max=OAI_LIMIT), up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1.0
         shaped = gate * torch.sigmoid(OAI_ALPHA * gate)

@@ -1,4 +1,4 @@
-"""What a run consists of: every test of the suite with every case and backend that was asked for, before any of it runs."""
+"""What a run consists of: every test with every case and backend that was asked for, before any runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlanRequest(BaseModel):
     """Empty: all."""
     seed: int = 0
     partners: tuple[str, ...] = ()
-    """``producer:NAME`` or ``consumer:NAME``: backends that only take part in pairs, to give the other side a partner."""
+    """``producer:NAME`` or ``consumer:NAME``: backends that only take part in pairs, as partners of the other side."""
 
 
 class PlannedCase(BaseModel):
@@ -125,4 +125,3 @@ def _backends(kind: Kind, request: PlanRequest) -> Iterator[tuple[str | None, st
         yield from ((None, name) for name in request.consumers if f"consumer:{name}" not in request.partners)
     else:
         yield from ((p, c) for p in request.producers for c in request.consumers)
-

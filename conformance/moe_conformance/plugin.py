@@ -24,8 +24,12 @@ WATCHDOG_FACTOR = 3.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of a conformance run; ``moe-conformance run`` passes them on."""
     group = parser.getgroup("moe-conformance", "MoE output contract conformance")
-    group.addoption("--moe-producer", action="append", default=[], metavar="NAME", help="producer: name or module:object")
-    group.addoption("--moe-consumer", action="append", default=[], metavar="NAME", help="consumer: name or module:object")
+    group.addoption(
+        "--moe-producer", action="append", default=[], metavar="NAME", help="producer: name or module:object"
+    )
+    group.addoption(
+        "--moe-consumer", action="append", default=[], metavar="NAME", help="consumer: name or module:object"
+    )
     group.addoption("--moe-partner", action="append", default=[], metavar="SIDE:NAME", help="takes part in pairs only")
     group.addoption("--moe-profile", default="smoke", metavar="NAME", help="smoke, core, full or model:NAME")
     group.addoption("--moe-tp", default="", metavar="1,2,4", help="tensor-parallel sizes; default: the profile's")
@@ -158,7 +162,9 @@ def _result(item: pytest.Item, call: pytest.CallInfo[None]) -> CaseResult:
 
     test, parameter = _test_of(item), _parameter(item)
     assert test is not None and parameter is not None
-    subject = getattr(item, "funcargs", {}).get({"consumer": "tail", "producer": "layer", "pair": "pair"}[test.kind or ""])
+    subject = getattr(item, "funcargs", {}).get(
+        {"consumer": "tail", "producer": "layer", "pair": "pair"}[test.kind or ""]
+    )
     error = call.excinfo.value if call.excinfo is not None else None
     headroom = getattr(subject, "headroom", None) if subject is not None else None
     nodeid = item.nodeid.rpartition("/")[2] if "/" in item.nodeid.partition("::")[0] else item.nodeid

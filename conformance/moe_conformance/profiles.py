@@ -164,7 +164,10 @@ FULL = Profile(
     "full",
     default_ranks=(1, 2, 4, 8, 16),
     few=Axes(
-        tokens=(1, 2, 5, 17, 128, 129), top_k=(1, 3, 4, 8, 22), hidden_size=(256, 2048, 2880, 7168), ranks=(1, 2, 4, 8, 16)
+        tokens=(1, 2, 5, 17, 128, 129),
+        top_k=(1, 3, 4, 8, 22),
+        hidden_size=(256, 2048, 2880, 7168),
+        ranks=(1, 2, 4, 8, 16),
     ),
     wide=Axes(
         tokens=(1, 2, 5, 8, 16, 17, 33, 65, 127, 128, 129, 256, 1024, 4096),
@@ -194,7 +197,12 @@ def _model_profile(name: str) -> Profile:
     model = models().get(name.removeprefix(MODEL_PREFIX))
     if model is None:
         raise ProfileError(_unknown("model", name.removeprefix(MODEL_PREFIX), list(models())))
-    sizes: dict[str, Any] = {"top_k": (model.top_k,), "hidden_size": (model.hidden_size,), "ranks": model.tp, "dtypes": ("bfloat16",)}
+    sizes: dict[str, Any] = {
+        "top_k": (model.top_k,),
+        "hidden_size": (model.hidden_size,),
+        "ranks": model.tp,
+        "dtypes": ("bfloat16",),
+    }
     reductions: tuple[str, ...] = ()
     if model.reduced_intermediate_size != model.intermediate_size:
         reductions = (
@@ -215,4 +223,3 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     suggestion = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r}{suggestion} (known: {', '.join(known)})"
-

@@ -91,7 +91,9 @@ def _codes(got: Tensor, quotient: Tensor, rounding: Rounding, largest: float, ra
         return None
     token, column = (int(i) for i in wrong.nonzero()[0])
     value = float(got[token, column])
-    found = _violation("quant_out", f"{value:.6g}", f"the code of {float(quotient[token, column]):.6g}", rank, token=token)
+    found = _violation(
+        "quant_out", f"{value:.6g}", f"the code of {float(quotient[token, column]):.6g}", rank, token=token
+    )
     return found.model_copy(update={"column": column, "value": value, "count": int(wrong.sum())})
 
 
@@ -129,7 +131,9 @@ def _unpacked(packed: Tensor) -> Tensor:
 def _unswizzled(scales: Tensor, tokens: int, blocks: int) -> tuple[Tensor, Tensor]:
     """The ``[T, H / 16]`` scales of a swizzled buffer, and the bytes that belong to none."""
     columns = scales.shape[1]
-    offsets = torch.tensor([[swizzled_scale_offset(row, block, columns) for block in range(blocks)] for row in range(tokens)])
+    offsets = torch.tensor(
+        [[swizzled_scale_offset(row, block, columns) for block in range(blocks)] for row in range(tokens)]
+    )
     flat = scales.reshape(-1)
     rest = torch.ones_like(flat, dtype=torch.bool)
     rest[offsets.reshape(-1)] = False

@@ -1,4 +1,4 @@
-"""Float64 truth of the routing methods, written apart from every backend: selection, weights, and the margin of both."""
+"""Float64 truth of the routing methods, written apart from every backend: selection, weights, margins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a declaration covers a case. What it does not cover is reported with the reason and never counted as a pass."""
+"""Whether a declaration covers a case. What it does not is reported with the reason, never as a pass."""
 
 from __future__ import annotations
 

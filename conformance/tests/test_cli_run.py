@@ -156,6 +156,41 @@ def test_right_consumer_is_exit_status_0_and_shards_share_the_work(tmp_path: Pat
         assert len(part.out.splitlines()) <= 3  # -q: the last line, folded
 
 
+KILLED_AT_SEND = """
+import time
+from xdist.workermanage import WorkerController
+from moe_conformance.plan import PlanRequest
+from moe_conformance.runner import run
+
+commands, original = [], WorkerController.sendcommand
+
+def send(self, name, **arguments):
+    commands.append(name)
+    if commands.count("runtests") == 4 and name == "runtests":
+        self.gateway._io.popen.kill()
+        self.gateway._io.popen.wait()
+        time.sleep(0.5)  # until the pipe's end is noticed
+    original(self, name, **arguments)
+
+WorkerController.sendcommand = send
+request = PlanRequest(consumers=("wrong:right",), profile="smoke", clauses=("MAP-4", "SHARED-1"), ranks=(1,))
+print(run(request, workers=2).model_dump_json())
+"""
+
+
+def test_worker_that_dies_while_it_is_sent_cases_costs_only_one_case(tmp_path: Path) -> None:
+    """As when two workers crash at once: the controller has not yet learnt of one's death and sends it more."""
+    write_wrong_plugins(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_SEND], cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_S
+    )
+    assert done.returncode == 0, done.stderr
+    report = Report.model_validate_json(done.stdout)
+    counts = report.count()
+    assert report.suite_errors == () and counts[Verdict.NOT_RUN] == 0
+    assert counts[Verdict.ERROR] == 1 and counts[Verdict.PASS] > 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_stopped_run_reports_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
     """The report is written, is marked as partial, and does not look like a pass."""

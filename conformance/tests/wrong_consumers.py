@@ -24,7 +24,14 @@ class PlainTail:
     calls: int = 0
 
     def __call__(
-        self, output: MoEOutput, residual: Tensor, norm_weight: Tensor, *, eps: float, weight_bias: float = 0.0, quant: Any = None
+        self,
+        output: MoEOutput,
+        residual: Tensor,
+        norm_weight: Tensor,
+        *,
+        eps: float,
+        weight_bias: float = 0.0,
+        quant: Any = None,
     ) -> TailOutput:
         self.check(output, residual)
         self.calls += 1

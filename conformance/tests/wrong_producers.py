@@ -1,4 +1,4 @@
-"""Producers that are wrong in one way each: the reference producer with its output, or its reading of the config, changed."""
+"""Producers that are wrong in one way each: the reference producer with its output or config changed."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moe_contract.declarations import RoundingProfile
 
-Family = Literal[
-    "ROWS", "WGT", "MAP", "OUT", "SCALE", "SHARED", "DEFER", "RED", "NORM", "QUANT", "NUM", "CAP", "GRAPH"
-]
+Family = Literal["ROWS", "WGT", "MAP", "OUT", "SCALE", "SHARED", "DEFER", "RED", "NORM", "QUANT", "NUM", "CAP", "GRAPH"]
 
 
 class UnknownClauseError(LookupError):

@@ -35,9 +35,7 @@ class _FunctionProducer:
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
         _refuse(self.declaration.name, layer_beyond(self.declaration, layer))
 
-        def run(
-            hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
-        ) -> Tensor | UnfinalizedMoEOutput:
+        def run(hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting) -> Tensor | UnfinalizedMoEOutput:
             result: Tensor | UnfinalizedMoEOutput = self.function(layer, config, hidden_states, router_logits)
             return result
 

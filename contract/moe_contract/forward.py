@@ -40,13 +40,13 @@ class MoEForward:
         self.reduce_results = reduce_results
         self._run = producer.load(layer, config)
 
-    def __call__(
-        self, hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
-    ) -> MoEOutput | Tensor:
+    def __call__(self, hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting) -> MoEOutput | Tensor:
         """The layer's output: pending, or finished and reduced, as ``reduce_results`` says."""
+        # The shared expert first: a producer that writes its input (OUT-4) must not change it.
+        shared_output = shared_expert_output(self.layer, hidden_states)
         output = MoEOutput(
             routed=self._run(hidden_states, router_logits),
-            shared_output=shared_expert_output(self.layer, hidden_states),
+            shared_output=shared_output,
             routed_scaling_factor=self._remaining_scale(router_logits),
         )
         return complete(output, self.group) if self.reduce_results else output

@@ -175,6 +175,4 @@ class MoELayer:
         shared = self.shared
         if shared is not None:
             shared = shared.shard_intermediate(ep_rank * tp_size + tp_rank, tp_size * ep_size)
-        return replace(
-            self, experts=experts.shard_intermediate(tp_rank, tp_size), shared=shared, first_expert=first
-        )
+        return replace(self, experts=experts.shard_intermediate(tp_rank, tp_size), shared=shared, first_expert=first)

@@ -10,7 +10,7 @@ import pytest
 from moe_contract import Backend, discovery
 from moe_contract.discovery import BackendNotFoundError, load_backend, load_consumer, load_producer
 
-PLUGIN = '''
+PLUGIN = """
 from moe_contract import Backend, consumer, producer
 
 @producer(name="toy-producer")
@@ -32,7 +32,7 @@ class Space:
 both = Backend(make, finish)
 number = 3
 unready = object()
-'''
+"""
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ import torch
 from moe_contract import ConsumerDeclaration, MoEConfig, Negotiation, ProducerDeclaration, RoutingMethod, negotiate
 
 
-def ask(
-    producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **setting: Any
-) -> Negotiation:
+def ask(producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **setting: Any) -> Negotiation:
     """A negotiation that succeeds but for what the test changes."""
     call: dict[str, Any] = {
         "dtype": torch.bfloat16,
@@ -102,9 +100,7 @@ def test_every_reason_is_given_at_once() -> None:
         ({"can_defer": True}, {"accepts_finalized": False}, {"dtype": torch.float16}),
     ],
 )
-def test_limit_itself_is_accepted(
-    producer: dict[str, Any], consumer: dict[str, Any], setting: dict[str, Any]
-) -> None:
+def test_limit_itself_is_accepted(producer: dict[str, Any], consumer: dict[str, Any], setting: dict[str, Any]) -> None:
     """At each limit, and with each option that both sides have, deferral goes ahead."""
     assert ask(producer, consumer, **setting).reasons == ()
 

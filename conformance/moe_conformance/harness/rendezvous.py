@@ -84,7 +84,9 @@ class Rendezvous:
         if self._waiting and self._ended and self._failure is None:
             waiting = "; ".join(f"rank {rank}: {call}" for rank, (call, _) in sorted(self._waiting.items()))
             gone = ", ".join(str(rank) for rank in sorted(self._ended))
-            self._failure = CollectiveMismatchError(f"rank {gone} ended without the collective its peers wait in ({waiting})")
+            self._failure = CollectiveMismatchError(
+                f"rank {gone} ended without the collective its peers wait in ({waiting})"
+            )
             self._condition.notify_all()
 
     def _wait(self, rank: int, call: str, generation: int) -> None:

@@ -78,7 +78,9 @@ class ThreadRankGroup:
 class _Ranks(Generic[T]):
     """One run: the threads, their results and what went wrong."""
 
-    def __init__(self, function: Callable[[ThreadRankGroup], T], groups: list[ThreadRankGroup], meet: Rendezvous) -> None:
+    def __init__(
+        self, function: Callable[[ThreadRankGroup], T], groups: list[ThreadRankGroup], meet: Rendezvous
+    ) -> None:
         self.function = function
         self.results: dict[int, T] = {}
         self.errors: dict[int, BaseException] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ class Collector:
             self._take(CaseResult.model_validate_json(str(attached)))
         elif report.failed and not self._is_broken(report.nodeid):
             self._take(self._failed_phase(report))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Lets a command to a worker that has just died get lost: xdist learns of its death next, and gives its cases on.
+
+        Without this the OSError ends the whole run, when two workers die at almost the same time.
+        """
+        send = node.sendcommand
+
+        def send_if_alive(name: str, **arguments: object) -> None:
+            with suppress(OSError):
+                send(name, **arguments)
+
+        node.sendcommand = send_if_alive
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:

@@ -53,9 +53,7 @@ def collective_violation(message: str) -> Violation:
     return Violation(clause="RED-4", field="collectives", got=message, expected="the same collectives on every rank")
 
 
-def on_every_rank(
-    name: str, settings: Settings, size: int, function: Callable[[ThreadRankGroup], T]
-) -> list[T]:
+def on_every_rank(name: str, settings: Settings, size: int, function: Callable[[ThreadRankGroup], T]) -> list[T]:
     """Runs one rank's code on each of ``size`` ranks; errors become verdicts."""
     with judged_errors(name):
         return run_ranks(function, size, device=settings.device, timeout_s=settings.timeout_s)

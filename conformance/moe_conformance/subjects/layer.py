@@ -162,6 +162,7 @@ def on_device(part: MoELayer, device: str) -> MoELayer:
     """A rank's part on ``device``."""
     if device == "cpu":
         return part
+
     def move(weights: ExpertWeights) -> ExpertWeights:
         moved = {name: tensor.to(device) for name, tensor in vars(weights).items() if tensor is not None}
         return replace(weights, **moved)

@@ -98,4 +98,3 @@ class PairSubject:
             eps=1e-6,
             weight_bias=self.case.weight_bias,
         )
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -88,7 +88,9 @@ class TailSubject:
                 tail.close()
 
         by_rank = on_every_rank(self.name, self.settings, self.case.ranks, one_rank)
-        return [[_checked(self.name, outputs[number], call) for outputs in by_rank] for number, call in enumerate(calls)]
+        return [
+            [_checked(self.name, outputs[number], call) for outputs in by_rank] for number, call in enumerate(calls)
+        ]
 
     def judge(self, outputs: list[TailOutput], inputs: TailInputs | None = None, *, controls: bool = True) -> None:
         """Stages 2 and 3: residual_out against the oracle, norm_out against the norm of the observed residual."""
@@ -108,7 +110,9 @@ class TailSubject:
                 continue
             judgement = self._record(judge(output.residual_out, truth, exact=self.exact))
             if not judgement.accepted:
-                raise ClauseBrokenError([self._residual_violation(inputs, output, truth, judgement, rank)], judgement.headroom)
+                raise ClauseBrokenError(
+                    [self._residual_violation(inputs, output, truth, judgement, rank)], judgement.headroom
+                )
 
     def judge_norm(self, outputs: list[TailOutput], inputs: TailInputs | None = None) -> None:
         """Every rank's ``norm_out``, from the residual it returned itself."""
@@ -222,8 +226,8 @@ def _one_call(tail: Tail, rank: int, number: int, call: TailInputs, before: Befo
 def _snapshot(output: object) -> TailOutput:
     if not isinstance(output, TailOutput):
         return output  # type: ignore[return-value]  # named by _checked, outside the rank's thread
-    fields = (output.residual_out, output.norm_out, output.quant_out, output.quant_scale)
-    return TailOutput(*(field.detach().clone() if isinstance(field, Tensor) else field for field in fields))
+    copies = {name: value.detach().clone() for name, value in vars(output).items() if isinstance(value, Tensor)}
+    return replace(output, **copies)
 
 
 def _checked(name: str, output: object, call: TailInputs) -> TailOutput:

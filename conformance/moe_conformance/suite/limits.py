@@ -23,7 +23,10 @@ class Limit:
 
 def tail_limits(declared: ConsumerDeclaration, case: TailCase) -> list[Limit]:
     """The limits of a consumer that this machine can hold a case of."""
-    found = [_size("max_tokens", "tokens", declared.max_tokens, case), _size("max_top_k", "top_k", declared.max_top_k, case)]
+    found = [
+        _size("max_tokens", "tokens", declared.max_tokens, case),
+        _size("max_top_k", "top_k", declared.max_top_k, case),
+    ]
     width = declared.max_hidden_size
     multiple = declared.hidden_size_multiple
     if width is not None:

@@ -14,7 +14,14 @@ from moe_conformance.subjects.layer import LayerSubject, RoutedOutput
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError
-from moe_contract import ContractViolation, TailOutput, UnfinalizedMoEOutput, UnsupportedError, Violation, is_unfinalized
+from moe_contract import (
+    ContractViolation,
+    TailOutput,
+    UnfinalizedMoEOutput,
+    UnsupportedError,
+    Violation,
+    is_unfinalized,
+)
 from moe_contract.outputs import require_unfinalized
 
 REFUSALS = (UnsupportedError, ValueError, TypeError)
@@ -23,7 +30,9 @@ REFUSALS = (UnsupportedError, ValueError, TypeError)
 
 def with_routed(inputs: TailInputs, change: Callable[[UnfinalizedMoEOutput], UnfinalizedMoEOutput]) -> TailInputs:
     """The same inputs with every rank's triple changed."""
-    return inputs.with_outputs([replace(output, routed=change(require_unfinalized(output))) for output in inputs.outputs])
+    return inputs.with_outputs(
+        [replace(output, routed=change(require_unfinalized(output))) for output in inputs.outputs]
+    )
 
 
 def deferred(layer: LayerSubject) -> list[RoutedOutput]:
@@ -39,7 +48,9 @@ def deferred(layer: LayerSubject) -> list[RoutedOutput]:
 def finalized_too_soon(output: object, rank: int) -> Violation:
     """DEFER-1: a finalized output where deferral was on."""
     kind = "a finalized tensor" if isinstance(output, Tensor) else type(output).__name__
-    return Violation(clause="DEFER-1", field="routed", got=kind, expected="an unfinalized output: deferral is on", rank=rank)
+    return Violation(
+        clause="DEFER-1", field="routed", got=kind, expected="an unfinalized output: deferral is on", rank=rank
+    )
 
 
 def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput]) -> None:
@@ -72,7 +83,9 @@ def require_same(a: Tensor, b: Tensor, clause: str, field: str, what: str, rank:
     if same_bits(a, b):
         return
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise ClauseBrokenError([_difference(clause, field, f"{list(b.shape)} {b.dtype}", f"{list(a.shape)} {a.dtype}", what)])
+        raise ClauseBrokenError(
+            [_difference(clause, field, f"{list(b.shape)} {b.dtype}", f"{list(a.shape)} {a.dtype}", what)]
+        )
     differs = ~((a == b) | (a.isnan() & b.isnan()))
     if not bool(differs.any()):
         differs = a.signbit() != b.signbit()
@@ -126,7 +139,9 @@ def require_refused(tail: TailSubject, handed: TailInputs, what: str) -> None:
     """Inputs that break the contract are refused with a message."""
     if refusal(lambda: tail.run(handed)) is None:
         expected = "a refusal (UnsupportedError, ValueError or TypeError with a message)"
-        raise ClauseBrokenError([Violation(clause=tail.clause, field="output", got=f"a result for {what}", expected=expected)])
+        raise ClauseBrokenError(
+            [Violation(clause=tail.clause, field="output", got=f"a result for {what}", expected=expected)]
+        )
 
 
 def require_unwritten(before: Tensor, after: Tensor, field: str, rank: int, clause: str = "OUT-4") -> None:
@@ -136,4 +151,3 @@ def require_unwritten(before: Tensor, after: Tensor, field: str, rank: int, clau
     raise ClauseBrokenError(
         [Violation(clause=clause, field=field, got="written by the call", expected="unchanged inputs", rank=rank)]
     )
-

@@ -93,7 +93,9 @@ def test_deferral_is_as_declared(layer: LayerSubject) -> None:
         if is_unfinalized(output) != layer.defers:
             got = "unfinalized" if is_unfinalized(output) else "finalized"
             expected = f"declared: {'defers' if layer.defers else 'never defers'} {layer.case.method.value} routing"
-            raise ClauseBrokenError([Violation(clause="DEFER-3", field="routed", got=got, expected=expected, rank=rank)])
+            raise ClauseBrokenError(
+                [Violation(clause="DEFER-3", field="routed", got=got, expected=expected, rank=rank)]
+            )
 
 
 @clause("DEFER-4")
@@ -108,7 +110,9 @@ def test_deferral_is_negotiated(pair: PairSubject) -> None:
     wanted = negotiated.deferred and pair.layer.defers
     if any(state != wanted for state in pending):
         expected = "unfinalized outputs" if wanted else f"finalized outputs: {'; '.join(negotiated.reasons)}"
-        raise ClauseBrokenError([Violation(clause="DEFER-4", field="routed", got=f"unfinalized: {pending}", expected=expected)])
+        raise ClauseBrokenError(
+            [Violation(clause="DEFER-4", field="routed", got=f"unfinalized: {pending}", expected=expected)]
+        )
     if negotiated.deferred:
         pair.tail.run(inputs)
 
@@ -133,7 +137,9 @@ def test_call_beyond_the_negotiated_cap_is_refused(tail: TailSubject) -> None:
         if not refused or collectives:
             got = f"a refusal after {collectives} collectives" if refused else "a result"
             expected = f"a refusal: {tail.case.tokens} tokens, capacity {tail.case.tokens - 1}"
-            raise ClauseBrokenError([Violation(clause="DEFER-4", field="capacity", got=got, expected=expected, rank=rank)])
+            raise ClauseBrokenError(
+                [Violation(clause="DEFER-4", field="capacity", got=got, expected=expected, rank=rank)]
+            )
 
 
 @clause("DEFER-5")
@@ -165,7 +171,7 @@ def test_deferred_equals_finalized(layer: LayerSubject) -> None:
 def test_any_holder_can_complete_a_pending_output(layer: LayerSubject) -> None:
     """Completing the layer's pending outputs equals letting the layer reduce its own."""
     layer.require_support()
-    layer.prepare()
+    layer.require_contract(layer.run())
 
     def one_rank(group: ThreadRankGroup) -> tuple[MoEOutput | Tensor, Tensor]:
         output = layer.forward(group, layer.config(), reduce_results=False)

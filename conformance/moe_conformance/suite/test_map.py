@@ -133,7 +133,8 @@ def test_rows_beyond_two_to_31_elements_are_addressed(tail: TailSubject) -> None
 
 def _with_map(tail: TailSubject, change: Callable[[Tensor], Tensor]) -> TailInputs:
     return with_routed(
-        tail.inputs, lambda routed: replace(routed, expanded_idx_to_permuted_idx=change(routed.expanded_idx_to_permuted_idx))
+        tail.inputs,
+        lambda routed: replace(routed, expanded_idx_to_permuted_idx=change(routed.expanded_idx_to_permuted_idx)),
     )
 
 

@@ -16,7 +16,7 @@ from moe_conformance.subjects.tail import TailSubject
     {"stratum": "normal", "norm_weight": "random", "eps": 1e-2},
 )
 def test_norm_is_of_the_rounded_residual(tail: TailSubject) -> None:
-    """Float32 mean square of the rounded residual over the logical H, eps inside the root, gamma after, in its dtype."""
+    """Float32 mean square of the rounded residual over the logical H, eps in the root, gamma after, in its dtype."""
     tail.judge_norm(tail.run())
 
 

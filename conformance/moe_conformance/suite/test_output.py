@@ -146,9 +146,7 @@ def _weights(experts: object) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in vars(experts).items() if isinstance(tensor, Tensor)]
 
 
-def _routing(
-    given: Tensor | PrecomputedRouting, kept: Tensor | PrecomputedRouting
-) -> list[tuple[str, Tensor, Tensor]]:
+def _routing(given: Tensor | PrecomputedRouting, kept: Tensor | PrecomputedRouting) -> list[tuple[str, Tensor, Tensor]]:
     if isinstance(given, PrecomputedRouting) and isinstance(kept, PrecomputedRouting):
         return [("ids", given.ids, kept.ids), ("weights", given.weights, kept.weights)]
     assert isinstance(given, Tensor) and isinstance(kept, Tensor)

@@ -18,7 +18,7 @@ from moe_conformance.verdicts import ClauseBrokenError
     {"quant": "nvfp4", "stratum": "normal", "tokens": 130, "hidden_size": 1056, "top_k": 2},
 )
 def test_bytes_and_scales_follow_the_recipe(tail: TailSubject) -> None:
-    """Codes, scales, their layout and the padding bytes are those of the recipe, applied to the norm that was returned."""
+    """Codes, scales, their layout and the padding bytes are those of the recipe, applied to the returned norm."""
     recipe = tail.inputs.quant
     assert recipe is not None
     outputs = tail.run()

@@ -80,7 +80,9 @@ def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject)
     for rank, trace in enumerate(traces):
         if trace != traces[0]:
             expected = f"as rank 0: {traces[0]}"
-            raise ClauseBrokenError([Violation(clause="RED-4", field="collectives", got=str(trace), expected=expected, rank=rank)])
+            raise ClauseBrokenError(
+                [Violation(clause="RED-4", field="collectives", got=str(trace), expected=expected, rank=rank)]
+            )
 
 
 @clause("RED-5")
@@ -162,4 +164,3 @@ def _changed(output: MoEOutput, *, index: int | None = None, rows: float | None 
 def _ladder(tail: TailSubject) -> list[TailInputs]:
     cases = [tail.case.model_copy(update={"tokens": tokens, "seed": n}) for n, tokens in enumerate(LADDER)]
     return [make_tail_inputs(case) for case in cases]
-

@@ -113,4 +113,3 @@ def _moved(routed: UnfinalizedMoEOutput) -> UnfinalizedMoEOutput:
         gemm2_permuted=torch.cat([poison, rows.flip(0)]),
         expanded_idx_to_permuted_idx=torch.where(index >= 0, last - index, -1),
     )
-

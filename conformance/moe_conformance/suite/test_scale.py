@@ -17,7 +17,6 @@ def _multi_rank(case: LayerCase) -> bool:
     return case.ranks > 1
 
 
-
 @clause("SCALE-1")
 @tails({"scale": SCALED}, {"scale": 2.827, "stratum": "normal"}, {"scale": 5.0, "absent": "quarter"})
 def test_consumer_applies_the_scale_once(tail: TailSubject) -> None:

@@ -106,9 +106,7 @@ def _check_finalized(routed: Tensor, expectation: Expectation, found: Findings) 
     return _check_placement("routed", routed, expectation.device, found)
 
 
-def _check_placement(
-    field: str, tensor: Tensor, device: torch.device | None, found: Findings
-) -> torch.device:
+def _check_placement(field: str, tensor: Tensor, device: torch.device | None, found: Findings) -> torch.device:
     """OUT-3; answers the device that the other tensors have to be on."""
     if tensor.requires_grad:
         found.add("OUT-3", field, "requires_grad=True", "no autograd", "run the kernel under torch.no_grad()")
@@ -175,9 +173,7 @@ def _check_map(mapped: Tensor, expectation: Expectation, found: Findings) -> Non
 def _has_route_shape(tensor: Tensor, expectation: Expectation) -> bool:
     """Token-major contiguous [T, K]."""
     return (
-        is_readable(tensor)
-        and tensor.shape == (expectation.num_tokens, expectation.top_k)
-        and tensor.is_contiguous()
+        is_readable(tensor) and tensor.shape == (expectation.num_tokens, expectation.top_k) and tensor.is_contiguous()
     )
 
 
@@ -217,9 +213,7 @@ def _check_route_major(route_major: object, expectation: Expectation, found: Fin
         found.add("DEFER-4", "route_major", "True", "False: route-major rows are not accepted here", hint)
 
 
-def _check_shared(
-    shared: object, expectation: Expectation, device: torch.device | None, found: Findings
-) -> None:
+def _check_shared(shared: object, expectation: Expectation, device: torch.device | None, found: Findings) -> None:
     if not isinstance(shared, Tensor):
         found.add("SHARED-1", "shared_output", _kind(shared), "a tensor or None")
         return
