@@ -18,12 +18,11 @@ def require_controls_rejected(inputs: TailInputs, truth: Truth, *, exact: bool) 
     if truth.value.numel() == 0:
         return
     wrong = {"zeros": torch.zeros_like(truth.value)}
-    for rank, output in enumerate(inputs.outputs):
-        if isinstance(output.routed, Tensor):
-            continue
-        changes = _changes(output)
-        wrong |= {f"{name} on rank {rank}": truth.value + delta for name, delta in changes.items()}
-        break
+    # A tensor-parallel layer has each expert on every rank, so an expert that is dropped is dropped on all of them.
+    for output in inputs.outputs:
+        if not isinstance(output.routed, Tensor):
+            for name, delta in _changes(output).items():
+                wrong[name] = wrong.get(name, truth.value) + delta
     for name, result in wrong.items():
         if bool(truth.value.isfinite().all()) and not bool((error_ratio(result, truth, exact=exact) > 1.0).any()):
             raise VacuousCaseError(f"negative control {name!r} was accepted: this case could not have failed")

@@ -61,7 +61,7 @@ class Collector:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Lets a command to a worker that has just died get lost: xdist learns of its death next, and gives its cases on.
+        """Lets a command to a worker that just died get lost: xdist learns of its death next and gives its cases on.
 
         Without this the OSError ends the whole run, when two workers die at almost the same time.
         """
