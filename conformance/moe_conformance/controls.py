@@ -40,16 +40,18 @@ def _changes(output: MoEOutput) -> dict[str, Tensor]:
         return {}
     largest = magnitude.argmax(1)
     changes = {"one dropped expert": -scale * terms[torch.arange(len(largest)), largest]}
-    swapped = _swapped_rows(output, magnitude > 0)
-    if not bool((swapped != 0).any()):
-        swapped = _swapped_between_tokens(terms, largest)
+    several = len(largest) > 1
+    swapped = _swapped_between_tokens(terms, largest) if several else _swapped_rows(output, magnitude > 0)
     if bool((swapped != 0).any()):
         changes["two swapped rows"] = scale * swapped
     return changes
 
 
 def _swapped_rows(output: MoEOutput, there: Tensor) -> Tensor:
-    """``[T, H]``: in each token the rows of the largest and the smallest weight change places."""
+    """``[T, H]``: in each token the rows of the largest and the smallest weight change places.
+
+    Only where one weight is twice the other: rows of nearly equal weights may change places with hardly a trace.
+    """
     routed = require_unfinalized(output)
     weights = routed.expert_weights.double()
     index = routed.expanded_idx_to_permuted_idx.long().clamp(min=0)
@@ -59,11 +61,11 @@ def _swapped_rows(output: MoEOutput, there: Tensor) -> Tensor:
     rows = routed.gemm2_permuted
     difference = rows[index[token, low]].double() - rows[index[token, high]].double()
     weight = weights[token, high] - weights[token, low]
-    usable = there.any(1) & (weight != 0)
+    usable = there.any(1) & (weight > weights[token, high] / 2)
     return torch.where(usable.unsqueeze(1), weight.unsqueeze(1) * difference, 0.0)
 
 
 def _swapped_between_tokens(terms: Tensor, largest: Tensor) -> Tensor:
-    """With equal weights a swap within a token changes nothing, so each token trades its largest term with the next."""
+    """``[T, H]``: each token trades its largest term with the next, which shows whatever the weights are."""
     own = terms[torch.arange(len(largest)), largest]
     return own.roll(1, 0) - own
