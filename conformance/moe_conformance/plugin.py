@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--moe-device", default="cpu", choices=("cpu", "cuda"), help="where the backends run")
     group.addoption("--moe-clause", action="append", default=[], metavar="ID", help="only tests of this clause")
     group.addoption("--moe-seed", type=int, default=0, metavar="N", help="seed of all inputs")
-    group.addoption("--moe-timeout", type=float, default=30.0, metavar="S", help="seconds one case may take")
+    group.addoption("--moe-timeout", type=float, default=60.0, metavar="S", help="seconds one case may take")
 
 
 def pytest_configure(config: pytest.Config) -> None:

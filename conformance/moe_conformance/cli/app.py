@@ -64,7 +64,7 @@ def run(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="write report.json and junit.xml there")
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")] = 30.0,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")] = 60.0,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="failures and the last line only")] = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="shorten nothing; show what workers wrote to stderr")

@@ -30,7 +30,7 @@ MOST_CRASHES = 100_000
 """xdist's own limit, out of the way: a backend that goes on crashing is given up, see given_up.py."""
 GPU_WORKERS = 4
 """Most workers by default on a GPU: each has its own CUDA context of about half a gigabyte."""
-DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_TIMEOUT_S = 60.0
 
 
 def run(

@@ -116,6 +116,7 @@ def test_every_route_is_on_exactly_one_expert_parallel_rank(layer: LayerSubject)
     if layer.case.ep == 1:
         raise UnsupportedCaseError("one expert-parallel rank holds every expert")
     outputs = deferred(layer)
+    layer.require_contract(outputs)
     per_group = layer.case.ranks // layer.case.ep
     violations = check_expert_parallel_group(outputs[::per_group])
     if violations:
