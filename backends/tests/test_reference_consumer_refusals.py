@@ -187,13 +187,13 @@ def test_one_token_past_capacity_is_refused_on_every_rank_before_any_collective(
 @pytest.mark.parametrize(
     ("declared", "capacity", "clause"),
     [
-        ({"world_sizes": frozenset({2})}, {}, "CAP-1: world size 1"),
-        ({"devices": frozenset({"cuda"})}, {}, "CAP-2: device cpu"),
-        ({}, {"dtype": torch.float32}, "CAP-1: activation dtype float32"),
+        ({"world_sizes": frozenset({2})}, {}, "CAP-1: 1 ranks are not among its world_sizes"),
+        ({"devices": frozenset({"cuda"})}, {}, "CAP-2: cpu is not among its devices"),
+        ({}, {"dtype": torch.float32}, "CAP-1: float32 is not among its dtypes"),
         ({"max_tokens": TOKENS - 1}, {}, "CAP-1: max_tokens"),
-        ({"max_top_k": TOP_K - 1}, {}, "CAP-1: top_k"),
-        ({"max_hidden_size": HIDDEN - 1}, {}, "CAP-1: hidden_size"),
-        ({"hidden_size_multiple": HIDDEN + 1}, {}, "CAP-1: hidden_size"),
+        ({"max_top_k": TOP_K - 1}, {}, "CAP-1: max_top_k is"),
+        ({"max_hidden_size": HIDDEN - 1}, {}, "CAP-1: max_hidden_size is"),
+        ({"hidden_size_multiple": HIDDEN + 1}, {}, "CAP-1: hidden size must be a multiple of"),
     ],
 )
 def test_capacity_past_a_declared_limit_is_refused_at_open(
