@@ -68,7 +68,7 @@ class PairSubject:
             weights_dtype=self.layer.expectation(0, self.layer.config()).weights_dtype,
             top_k=self.case.top_k,
             hidden_size=self.case.hidden_size,
-            max_tokens=self.case.tokens,
+            max_tokens=max(1, self.case.tokens),
             tp_size=self.case.ranks,
             device=self.settings.device,
             routing_method=self.case.method,
