@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from moe_conformance import suite
+from moe_conformance.case_selection import select_cases
 from moe_conformance.marks import ConformanceTest, Kind, metadata
 from moe_conformance.profiles import get_profile
 
@@ -87,7 +88,7 @@ def parameters(test: ConformanceTest, request: PlanRequest) -> list[Parameter]:
     """The parameters of one test, in the order in which inputs can be reused: case by case, backend by backend."""
     if test.kind is None:
         return []
-    cases = get_profile(request.profile).cases(test, request.ranks, request.seed)
+    cases = select_cases(get_profile(request.profile), test, request.ranks, request.seed)
     return [Parameter(producer=p, consumer=c, case=case) for case in cases for p, c in _backends(test.kind, request)]
 
 

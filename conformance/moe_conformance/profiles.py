@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from allpairspy import AllPairs
-
-from moe_conformance.cases import LayerCase, TailCase
-from moe_conformance.marks import Breadth, ConformanceTest
 from moe_conformance.models import Model, models
 
 PROFILE_NAMES = ("smoke", "core", "full")
 MODEL_PREFIX = "model:"
-TAIL_ELEMENTS = {"smoke": 2**19, "core": 2**20, "full": 2**24}
-"""Most T * K * H * N elements of one synthetic case; larger combinations get fewer tokens. At core a case of this size
-takes about 0.1 s on one CPU core."""
-Fields = dict[str, Any]
 
 
 class ProfileError(ValueError):
     """Unknown or impossible profile; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class LayerLimits:
+    """How large a layer may be: its oracle costs T * K * H * I in float64."""
+
+    tokens: int
+    hidden_size: int
+    num_experts: int
+    """Fewest experts; there are at least twice as many as top-k takes."""
+    intermediate_size: int
 
 
 @dataclass(frozen=True)
@@ -35,123 +37,51 @@ class Axes:
     ranks: tuple[int, ...]
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
+    def within(self, limits: LayerLimits) -> Axes:
+        """The axes without the values that are too large for a layer; the limit itself takes their place."""
+        return replace(
+            self,
+            tokens=_at_most(self.tokens, limits.tokens),
+            hidden_size=_at_most(self.hidden_size, limits.hidden_size),
+        )
+
+
+def _at_most(values: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(min(value, limit) for value in values))
+
 
 @dataclass(frozen=True)
 class Profile:
-    """A named amount of work: shapes for tails and for layers."""
+    """A named amount of work: the axes that shapes for tails and layers are drawn from."""
 
     name: str
     default_ranks: tuple[int, ...]
     few: Axes
     wide: Axes
+    layers: LayerLimits
+    tail_elements: int = 2**20
+    """Most T * K * H * N elements of one synthetic case; larger combinations get fewer tokens. A case of 2^20 takes
+    about 0.1 s on one CPU core."""
+    every_variant: bool = False
+    """Every variant on every shape. Otherwise a variant is one more axis of the covering array: it meets every value
+    of every other axis, but not every combination of two of them."""
     model: Model | None = None
     reductions: tuple[str, ...] = ()
     """What was cut down from the real model, for the report."""
-
-    def cases(self, test: ConformanceTest, ranks: Sequence[int] | None, seed: int) -> list[Any]:
-        """The cases of one test: each of its variants on each shape that it can say something about."""
-        chosen = tuple(ranks or self.default_ranks)
-        make = _tail_cases if test.kind == "consumer" else _layer_cases
-        found = {case.id: case for case in make(self, test, chosen, seed) if test.where is None or test.where(case)}
-        return list(found.values())
-
-    def shapes(self, breadth: Breadth, ranks: tuple[int, ...]) -> list[Fields]:
-        """Sizes that cover every pair of values of the axes; T is lowered where T * K * H * N would be too large."""
-        axes = self.few if breadth == "few" else self.wide
-        budget = TAIL_ELEMENTS.get(self.name, TAIL_ELEMENTS["core"])
-        values = [ranks, axes.tokens, axes.top_k, axes.hidden_size, axes.dtypes]
-        names = ("ranks", "tokens", "top_k", "hidden_size", "dtype")
-        shapes = [dict(zip(names, row, strict=True)) for row in _pairwise(values)]
-        return [shape | {"tokens": _fitting(shape, axes.tokens, budget)} for shape in shapes]
-
-
-def _pairwise(values: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Rows in which every two values of two axes meet. Axes of one value are left out of the search and put back."""
-    varied = [axis for axis in values if len(axis) > 1]
-    if len(varied) < 2:
-        rows = [[value] for value in varied[0]] if varied else [[]]
-    else:
-        rows = [list(row) for row in AllPairs([list(axis) for axis in varied])]
-    result = []
-    for row in rows:
-        taken = iter(row)
-        result.append([next(taken) if len(axis) > 1 else axis[0] for axis in values])
-    return result
-
-
-def _fitting(shape: Fields, tokens: Sequence[int], budget: int) -> int:
-    most = budget // (shape["top_k"] * shape["hidden_size"] * shape["ranks"])
-    wanted: int = shape["tokens"]
-    return wanted if wanted <= most else max([t for t in tokens if 0 < t <= most], default=1)
-
-
-def _tail_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...], seed: int) -> list[TailCase]:
-    shapes = profile.shapes(test.breadth, ranks)
-    return [TailCase(**{**shape, "seed": seed, **variant}) for variant in test.variants for shape in shapes]
-
-
-LAYER_DEFAULTS: dict[str, Fields] = {
-    "smoke": {"num_experts": 16, "intermediate_size": 32},
-    "core": {"num_experts": 16, "intermediate_size": 32},
-    "full": {"num_experts": 64, "intermediate_size": 128},
-}
-LAYER_HIDDEN = {"smoke": 512, "core": 2880, "full": 8192}
-"""Widest layer of a profile: a layer's oracle costs T * K * H * I in float64."""
-LAYER_TOKENS = {"smoke": 8, "core": 17, "full": 1024}
-
-
-def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...], seed: int) -> list[LayerCase]:
-    cases = []
-    for variant in test.variants:
-        for shape in profile.shapes(test.breadth, ranks):
-            fields = _model_fields(profile.model) if profile.model else _layer_fields(profile.name, shape)
-            merged = {**shape, "seed": seed, **fields, **variant}
-            if "ep" in variant:
-                merged["ep"] = min(merged["ranks"], variant["ep"])
-            if merged["method"] == "llama4":
-                merged["top_k"] = 1
-            cases.append(LayerCase(**merged))
-    return cases
-
-
-def _layer_fields(name: str, shape: Fields) -> Fields:
-    defaults = LAYER_DEFAULTS[name]
-    experts = max(defaults["num_experts"], 2 * shape["top_k"])
-    return defaults | {
-        "method": "renormalize",
-        "num_experts": -(-experts // 16) * 16,
-        "hidden_size": min(shape["hidden_size"], LAYER_HIDDEN[name]),
-        "tokens": min(shape["tokens"], LAYER_TOKENS[name]),
-    }
-
-
-def _model_fields(model: Model) -> Fields:
-    return {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.reduced_intermediate_size,
-        "num_experts": model.num_experts,
-        "top_k": model.top_k,
-        "method": model.method,
-        "num_groups": model.num_groups,
-        "topk_groups": model.topk_groups,
-        "activation": model.activation,
-        "biases": model.biases,
-        "scale": model.scale,
-        "shared_intermediate_size": model.reduced_shared,
-        "weight_bias": model.weight_bias,
-        "precomputed_weights": model.precomputed_weights,
-    }
 
 
 SMOKE = Profile(
     "smoke",
     default_ranks=(1, 2),
+    tail_elements=2**19,
+    layers=LayerLimits(tokens=8, hidden_size=512, num_experts=16, intermediate_size=32),
     few=Axes(tokens=(5,), top_k=(4,), hidden_size=(256,), ranks=(1, 2), dtypes=("bfloat16",)),
     wide=Axes(tokens=(1, 17), top_k=(3, 8), hidden_size=(256, 2688), ranks=(1, 2)),
 )
 CORE = Profile(
     "core",
     default_ranks=(1, 2, 4, 8, 16),
+    layers=LayerLimits(tokens=17, hidden_size=2880, num_experts=16, intermediate_size=32),
     few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 2880), ranks=(1, 2, 4, 8, 16)),
     wide=Axes(
         tokens=(1, 2, 5, 8, 17, 33, 65, 127, 129),
@@ -163,6 +93,9 @@ CORE = Profile(
 FULL = Profile(
     "full",
     default_ranks=(1, 2, 4, 8, 16),
+    tail_elements=2**24,
+    every_variant=True,
+    layers=LayerLimits(tokens=1024, hidden_size=8192, num_experts=64, intermediate_size=128),
     few=Axes(
         tokens=(1, 2, 5, 17, 128, 129),
         top_k=(1, 3, 4, 8, 22),
@@ -214,6 +147,7 @@ def _model_profile(name: str) -> Profile:
         default_ranks=model.tp,
         few=Axes(tokens=(2,), **sizes),
         wide=Axes(tokens=(1, 2, 17), **sizes),
+        layers=LayerLimits(17, model.hidden_size, model.num_experts, model.reduced_intermediate_size),
         model=model,
         reductions=reductions,
     )
