@@ -33,7 +33,6 @@ __device__ __forceinline__ void report_timeout(const Params& p, int peer, int64_
 }
 
 // Waits until `source` has written, then re-arms the slot. A wait that runs out returns what is there: NaN.
-template <int N>
 __device__ __forceinline__ uint4 await(const Params& p, uint4* at, uint4 got, int source, uint32_t epoch,
                                        int64_t token) {
   if (is_armed(got)) {

@@ -52,6 +52,7 @@ struct Params {
   int64_t token_base;  // of the call, where it takes several launches
   int64_t call_tokens;
   int32_t vecs;  // H / 8
+  int32_t vecs_per_thread;  // single blocks: ceil(vecs / threads)
   int32_t top_k;
   int32_t rank;
   int32_t quant;

@@ -1,8 +1,10 @@
 // The fused tail: finalize, shared output, all-reduce over ranks, residual, RMSNorm, quantise. One kernel, one pass.
 //
-// A block (C = 1) or a cluster of C blocks takes whole tokens, `gridDim / C` apart. A thread keeps V 16-byte vectors
-// of its token in registers from the first load to the last store. With ranks, a token's contribution is pushed before
-// the previous token's is waited for, so that the trip to the peers hides behind the next token's loads.
+// A block (C = 1) or a cluster of C blocks takes whole tokens, `gridDim / C` apart. With ranks, a token's contribution
+// is pushed before the previous token's is waited for, so that the trip to the peers hides behind the next token's
+// loads. Two forms of one code: clusters hold one vector a thread, all in registers, and ask for residual and gain
+// before they need them (few tokens: the shortest chain of loads wins); single blocks loop over `vecs_per_thread`
+// vectors and stage a token in shared memory (many tokens: few registers, so many threads, win).
 #pragma once
 
 #include "exchange.cuh"
@@ -11,86 +13,98 @@
 
 namespace moe_tail {
 
-template <int V>
-struct Local {  // a token's contribution, pushed but not reduced yet
-  uint4 own[V];
-  uint4 residual[V];
+template <bool kEager>
+struct Local;  // a token's contribution, pushed but not reduced yet; later its rounded residual, then its norm
+
+template <>
+struct Local<true> {
+  uint4 own;
+  uint4 residual;
   uint32_t epoch;
+  __device__ __forceinline__ uint4 get(int) const { return own; }
+  __device__ __forceinline__ void set(int, uint4 v) { own = v; }
 };
 
-struct Lanes {  // which vectors of a token this thread owns
-  int first, step, vecs;
-  __device__ __forceinline__ int vec(int v) const { return first + v * step; }
-  __device__ __forceinline__ bool active(int v) const { return vec(v) < vecs; }
+template <>
+struct Local<false> {
+  uint4* stage;  // this thread's column of [vecs_per_thread][threads] in shared memory
+  uint32_t epoch;
+  __device__ __forceinline__ uint4 get(int v) const { return stage[v * blockDim.x]; }
+  __device__ __forceinline__ void set(int v, uint4 x) { stage[v * blockDim.x] = x; }
 };
 
-template <typename T, int N, int V, int C, bool kTwoShot, bool kQuant>
+template <typename T, int N, int C, bool kTwoShot, bool kQuant>
 struct Tail {
-  static constexpr bool kEager = V == 1;  // few registers in use: ask for residual and gain before they are needed
+  static constexpr bool kEager = C > 1;
   static constexpr int kSources = N < 8 ? N : 8;  // peers' vectors requested before the first is waited for
+  using Token = Local<kEager>;
 
   const Params& p;
-  const Lanes lanes;
   TokenReduce<C>& reduce;
+  const int first;  // vectors first, first + step, ... are this thread's
 
-  __device__ __forceinline__ uint4 load(const void* base, int64_t row, int v) const {
-    return static_cast<const uint4*>(base)[row * p.vecs + lanes.vec(v)];
+  __device__ __forceinline__ int trips() const { return kEager ? 1 : p.vecs_per_thread; }
+  __device__ __forceinline__ int vec(int v) const { return first + v * static_cast<int>(blockDim.x); }
+
+  __device__ __forceinline__ uint4 load(const void* base, int64_t row, int at) const {
+    return static_cast<const uint4*>(base)[row * p.vecs + at];
   }
 
   // Local sum of a token and its push. `routes` are this token's.
-  __device__ __forceinline__ void contribute(int64_t token, const Routes& routes, Local<V>& out) {
+  __device__ __forceinline__ void contribute(int64_t token, const Routes& routes, Token& out) {
     const int64_t row = p.token_base + token;
     if constexpr (N > 1) out.epoch = p.epochs[token];
     if constexpr (kEager) {
-      if (lanes.active(0)) out.residual[0] = load(p.residual, row, 0);
+      if (first < p.vecs) out.residual = load(p.residual, row, first);
     }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
+#pragma unroll 1
+    for (int v = 0; v < trips(); ++v) {
+      const int at = vec(v);
+      const bool active = at < p.vecs;
       uint4 shared = make_uint4(0, 0, 0, 0);
-      if (p.shared != nullptr && lanes.active(v)) shared = load(p.shared, row, v);
-      out.own[v] = local_sum<T>(p, routes, row, lanes.vec(v), lanes.active(v), shared);
+      if (p.shared != nullptr && active) shared = load(p.shared, row, at);
+      const uint4 own = local_sum<T>(p, routes, row, at, active, shared);
+      out.set(v, own);
       if constexpr (N > 1) {
         if (v == 0) test_stall(p, 0);
-        if (lanes.active(v)) push(token, out, v);
+        if (active) push(token, out.epoch, at, own);
       }
     }
     if constexpr (N > 1) test_stall(p, 1);
   }
 
-  __device__ __forceinline__ void push(int64_t token, const Local<V>& mine, int v) {
-    const int owner = static_cast<int>(token % N);
+  __device__ __forceinline__ void push(int64_t token, uint32_t epoch, int at, uint4 own) {
     if constexpr (kTwoShot) {
-      if (owner != p.rank) store_shared(slot<N>(p, owner, p.rank, mine.epoch, token, lanes.vec(v)), mine.own[v]);
+      const int owner = static_cast<int>(token % N);
+      if (owner != p.rank) store_shared(slot<N>(p, owner, p.rank, epoch, token, at), own);
     } else {
-      broadcast(token, mine.epoch, v, mine.own[v]);
+      broadcast(token, epoch, at, own);
     }
   }
 
-  __device__ __forceinline__ void broadcast(int64_t token, uint32_t epoch, int v, uint4 value) {
+  __device__ __forceinline__ void broadcast(int64_t token, uint32_t epoch, int at, uint4 value) {
 #pragma unroll
     for (int peer = 0; peer < N; ++peer)
-      if (peer != p.rank) store_shared(slot<N>(p, peer, p.rank, epoch, token, lanes.vec(v)), value);
+      if (peer != p.rank) store_shared(slot<N>(p, peer, p.rank, epoch, token, at), value);
   }
 
   // The published contributions of all ranks, added in float32 in rank order.
-  __device__ __forceinline__ void sum_ranks(int64_t token, const Local<V>& mine, int v, float (&total)[8]) {
+  __device__ __forceinline__ void sum_ranks(int64_t token, uint32_t epoch, int at, uint4 own, float (&total)[8]) {
     if constexpr (N == 1) {
-      unpack<T>(mine.own[v], total);
+      unpack<T>(own, total);
     } else {
-      const int vec = lanes.vec(v);
 #pragma unroll
-      for (int first = 0; first < N; first += kSources) {
+      for (int base = 0; base < N; base += kSources) {
         uint4 got[kSources];
 #pragma unroll
         for (int i = 0; i < kSources; ++i) {
-          const int r = first + i;
-          got[i] = r == p.rank ? mine.own[v] : load_shared(slot<N>(p, p.rank, r, mine.epoch, token, vec));
+          const int r = base + i;
+          got[i] = r == p.rank ? own : load_shared(slot<N>(p, p.rank, r, epoch, token, at));
         }
 #pragma unroll
         for (int i = 0; i < kSources; ++i) {
-          const int r = first + i;
-          if (r != p.rank)
-            got[i] = await<N>(p, slot<N>(p, p.rank, r, mine.epoch, token, vec), got[i], r, mine.epoch, token);
+          const int r = base + i;
+          if (r != p.rank) got[i] = await(p, slot<N>(p, p.rank, r, epoch, token, at), got[i], r, epoch, token);
           float f[8];
           unpack<T>(got[i], f);
 #pragma unroll
@@ -100,10 +114,15 @@ struct Tail {
     }
   }
 
-  __device__ __forceinline__ uint4 reduced(int64_t token, const Local<V>& mine, int v) {
+  __device__ __forceinline__ uint4 reduced(int64_t token, const Token& mine, int v, int at) {
     float total[8], f[8];
-    const uint4 residual = kEager ? mine.residual[v] : load(p.residual, p.token_base + token, v);
-    sum_ranks(token, mine, v, total);
+    uint4 residual;
+    if constexpr (kEager) {
+      residual = mine.residual;
+    } else {
+      residual = load(p.residual, p.token_base + token, at);
+    }
+    sum_ranks(token, mine.epoch, at, mine.get(v), total);
     unpack<T>(residual, f);
 #pragma unroll
     for (int j = 0; j < 8; ++j) total[j] = __fadd_rn(total[j], f[j]);
@@ -112,49 +131,48 @@ struct Tail {
 
   // The rounded residual. Two-shot: the token's owner reduces and sends it; the same bits, since every rank has the
   // same residual and the owner adds in the same order.
-  __device__ __forceinline__ uint4 exchange(int64_t token, const Local<V>& mine, int v) {
+  __device__ __forceinline__ uint4 exchange(int64_t token, const Token& mine, int v, int at) {
     if constexpr (kTwoShot) {
       const int owner = static_cast<int>(token % N);
       if (owner != p.rank) {
-        uint4* at = slot<N>(p, p.rank, owner, mine.epoch, token, lanes.vec(v));
-        return await<N>(p, at, load_shared(at), owner, mine.epoch, token);
+        uint4* from = slot<N>(p, p.rank, owner, mine.epoch, token, at);
+        return await(p, from, load_shared(from), owner, mine.epoch, token);
       }
-      const uint4 x = reduced(token, mine, v);
-      broadcast(token, mine.epoch, v, x);
+      const uint4 x = reduced(token, mine, v, at);
+      broadcast(token, mine.epoch, at, x);
       return x;
     } else {
-      return reduced(token, mine, v);
+      return reduced(token, mine, v, at);
     }
   }
 
-  __device__ __forceinline__ void gains(int v, float (&gain)[8]) const {
-    const int vec = lanes.vec(v);
+  __device__ __forceinline__ void gains(int at, float (&gain)[8]) const {
     if (p.gamma_fp32) {
-      const float4* at = static_cast<const float4*>(p.gamma) + 2 * vec;
-      const float4 lo = __ldg(at), hi = __ldg(at + 1);
+      const float4* from = static_cast<const float4*>(p.gamma) + 2 * at;
+      const float4 lo = __ldg(from), hi = __ldg(from + 1);
       const float f[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) gain[i] = f[i] + p.weight_bias;
     } else {
-      unpack<T>(__ldg(static_cast<const uint4*>(p.gamma) + vec), gain);
+      unpack<T>(__ldg(static_cast<const uint4*>(p.gamma) + at), gain);
 #pragma unroll
       for (int i = 0; i < 8; ++i) gain[i] += p.weight_bias;
     }
   }
 
   // Waits for the ranks, then residual, norm and quantised outputs of a token. `early` is the gain if kEager.
-  __device__ __forceinline__ void finish(int64_t token, const Local<V>& mine, bool last, const float (&early)[8]) {
+  __device__ __forceinline__ void finish(int64_t token, Token& mine, bool last, const float (&early)[8]) {
     const int64_t row = p.token_base + token;
-    uint4 x[V];
     float squares = 0.0f;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      x[v] = make_uint4(0, 0, 0, 0);
-      if (!lanes.active(v)) continue;
-      x[v] = exchange(token, mine, v);
-      if (p.residual_out != nullptr) static_cast<uint4*>(p.residual_out)[row * p.vecs + lanes.vec(v)] = x[v];
+#pragma unroll 1
+    for (int v = 0; v < trips(); ++v) {
+      const int at = vec(v);
+      if (at >= p.vecs) break;
+      const uint4 x = exchange(token, mine, v, at);
+      mine.set(v, x);
+      if (p.residual_out != nullptr) static_cast<uint4*>(p.residual_out)[row * p.vecs + at] = x;
       float f[8];
-      unpack<T>(x[v], f);
+      unpack<T>(x, f);
 #pragma unroll
       for (int j = 0; j < 8; ++j) squares += f[j] * f[j];
     }
@@ -164,108 +182,131 @@ struct Tail {
     if (N > 1 && threadIdx.x == 0 && reduce.cta == 0) p.epochs[token] = mine.epoch + 1;
     if (last) release_stream();
     const float root = 1.0f / sqrtf(squares / static_cast<float>(p.vecs * kVecElems) + p.eps);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      if (!lanes.active(v)) continue;
+#pragma unroll 1
+    for (int v = 0; v < trips(); ++v) {
+      const int at = vec(v);
+      if (at >= p.vecs) break;
       float f[8], gain[8];
-      unpack<T>(x[v], f);
+      unpack<T>(mine.get(v), f);
       if constexpr (kEager) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) gain[j] = early[j];
       } else {
-        gains(v, gain);
+        gains(at, gain);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) f[j] = f[j] * root * gain[j];
-      x[v] = pack<T>(f);
-      if (p.norm_out != nullptr) static_cast<uint4*>(p.norm_out)[row * p.vecs + lanes.vec(v)] = x[v];
+      const uint4 norm = pack<T>(f);
+      if constexpr (kQuant) mine.set(v, norm);
+      if (p.norm_out != nullptr) static_cast<uint4*>(p.norm_out)[row * p.vecs + at] = norm;
     }
-    if constexpr (kQuant) quantise(row, x);
+    if constexpr (kQuant) quantise(row, mine);
   }
 
-  __device__ __forceinline__ void quantise(int64_t row, const uint4 (&norm)[V]) {
-    float factor = p.quant_arg;
-    if (p.quant == kFp8Static) {
-      factor = __fdiv_rn(1.0f, p.quant_arg);
-      if (row == 0 && threadIdx.x == 0 && reduce.cta == 0) *static_cast<float*>(p.quant_scale) = p.quant_arg;
-    } else if (p.quant == kFp8Token) {
-      float amax = 0.0f;
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        float f[8];
-        unpack<T>(norm[v], f);  // zeros where the vector is past the row
-#pragma unroll
-        for (int j = 0; j < 8; ++j) amax = Max::apply(amax, fabsf(f[j]));
-      }
-      amax = reduce.template operator()<Max>(amax);
-      factor = Max::apply(__fdiv_rn(amax, kFp8Max), kTokenMinScale);
-      if (threadIdx.x == 0 && reduce.cta == 0) static_cast<float*>(p.quant_scale)[row] = factor;
-    }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
+  __device__ __forceinline__ float token_factor(int64_t row, const Token& norm) {
+    float amax = 0.0f;
+#pragma unroll 1
+    for (int v = 0; v < trips() && vec(v) < p.vecs; ++v) {
       float f[8];
-      unpack<T>(norm[v], f);
+      unpack<T>(norm.get(v), f);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax = Max::apply(amax, fabsf(f[j]));
+    }
+    amax = reduce.template operator()<Max>(amax);
+    const float scale = Max::apply(__fdiv_rn(amax, kFp8Max), kTokenMinScale);
+    if (threadIdx.x == 0 && reduce.cta == 0) static_cast<float*>(p.quant_scale)[row] = scale;
+    return scale;
+  }
+
+  __device__ __forceinline__ void quantise(int64_t row, const Token& norm) {
+    float factor = __fdiv_rn(1.0f, p.quant_arg);
+    if (p.quant == kFp8Static && row == 0 && threadIdx.x == 0 && reduce.cta == 0)
+      *static_cast<float*>(p.quant_scale) = p.quant_arg;
+    if (p.quant == kFp8Token) factor = token_factor(row, norm);
+#pragma unroll 1
+    for (int v = 0; v < trips(); ++v) {
+      const int at = vec(v);
+      const bool active = at < p.vecs;
+      float f[8];
+      unpack<T>(active ? norm.get(v) : make_uint4(0, 0, 0, 0), f);
       if (p.quant >= kNvfp4Linear) {
-        store_nvfp4(p, row, lanes.vec(v), lanes.active(v), f);
-      } else if (lanes.active(v)) {
+        store_nvfp4(p, row, at, active, f);  // by all lanes: neighbours share a block
+      } else if (active) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) f[j] = p.quant == kFp8Static ? __fmul_rn(f[j], factor) : __fdiv_rn(f[j], factor);
-        store_fp8(p, row, lanes.vec(v), f);
+        store_fp8(p, row, at, f);
       }
     }
     if (p.quant == kNvfp4Swizzled && reduce.cta == 0) zero_scales(p, row, p.vecs / 2);
   }
+
+  // Scale rows past the last token, up to the end of their tile.
+  __device__ __forceinline__ void zero_tail_rows(int64_t first_token, int64_t step) {
+    if (p.quant != kNvfp4Swizzled || reduce.cta != 0 || p.token_base + p.tokens != p.call_tokens) return;
+    const int64_t end = (p.call_tokens + kTileRows - 1) / kTileRows * kTileRows;
+    for (int64_t row = p.call_tokens + first_token; row < end; row += step) zero_scales(p, row, 0);
+  }
 };
 
-template <typename T, int N, int V, int C, bool kTwoShot, bool kQuant, int kRegs>
-__global__ void __maxnreg__(kRegs) tail_kernel(const __grid_constant__ Params p) {
+template <typename T, int N, int C, bool kTwoShot, bool kQuant>
+__device__ __forceinline__ void run_tail(const Params& p) {
+  using Body = Tail<T, N, C, kTwoShot, kQuant>;
+  extern __shared__ uint4 stage[];  // single blocks: [2][vecs_per_thread][threads]
   __shared__ float scratch[2 * C * kMaxWarps];
   const uint32_t cta = C > 1 ? cluster_rank() : 0u;
   if constexpr (C > 1) cluster_arrive();  // no block may write into another's memory before that one has started
   TokenReduce<C> reduce{scratch, cta};
-  const int threads = blockDim.x;
-  Tail<T, N, V, C, kTwoShot, kQuant> tail{
-      p, {static_cast<int>(cta) * threads + static_cast<int>(threadIdx.x), C * threads, p.vecs}, reduce};
-  const int64_t step = gridDim.x / C;
-  int64_t token = blockIdx.x / C;  // the launcher starts no block without a token
+  Body tail{p, reduce, static_cast<int>(cta * blockDim.x + threadIdx.x)};
+  const int64_t step = gridDim.x / C, first_token = blockIdx.x / C;  // the launcher starts no block without a token
 
   wait_for_stream();
-  Routes routes = load_routes<T>(p, token);
+  Routes routes = load_routes<T>(p, first_token);
   float gain[8] = {};
-  if constexpr (V == 1) {
-    if (tail.lanes.active(0)) tail.gains(0, gain);
+  if constexpr (Body::kEager) {
+    if (tail.first < p.vecs) tail.gains(tail.first, gain);
   }
-  Local<V> mine;
-  tail.contribute(token, routes, mine);
-  routes = load_routes<T>(p, token + step);
-  if constexpr (C > 1) cluster_wait();
-  for (;;) {
-    const int64_t next = token + step;
-    const bool last = next >= p.tokens;
-    if constexpr (N > 1) {
-      Local<V> ahead;
-      if (!last) {
-        tail.contribute(next, routes, ahead);
-        routes = load_routes<T>(p, next + step);
-      }
-      tail.finish(token, mine, last, gain);
-      mine = ahead;
+  // Each round contributes one token and finishes the one before it; without ranks, the same one.
+  typename Body::Token ahead, mine;
+  if constexpr (!Body::kEager) {
+    mine.stage = stage + threadIdx.x;
+    ahead.stage = N > 1 ? mine.stage + p.vecs_per_thread * blockDim.x : mine.stage;
+  }
+  int64_t pending = -1;  // contributed, not finished
+  for (int64_t token = first_token;; token += step) {
+    const bool more = token < p.tokens;
+    if (more) {
+      tail.contribute(token, routes, ahead);
+      routes = load_routes<T>(p, token + step);
+    }
+    if (C > 1 && pending < 0) cluster_wait();
+    if constexpr (N == 1) {
+      const bool last = token + step >= p.tokens;
+      tail.finish(token, ahead, last, gain);
+      if (last) break;
     } else {
-      tail.finish(token, mine, last, gain);
-      if (!last) {
-        tail.contribute(next, routes, mine);
-        routes = load_routes<T>(p, next + step);
-      }
+      if (pending >= 0) tail.finish(pending, mine, !more, gain);
+      if (!more) break;
+      const typename Body::Token done = mine;
+      mine = ahead;
+      if constexpr (!Body::kEager) ahead = done;
     }
-    if (last) break;
-    token = next;
+    pending = token;
   }
-  if constexpr (kQuant) {
-    if (p.quant == kNvfp4Swizzled && cta == 0 && p.token_base + p.tokens == p.call_tokens) {
-      const int64_t end = (p.call_tokens + kTileRows - 1) / kTileRows * kTileRows;
-      for (int64_t row = p.call_tokens + blockIdx.x / C; row < end; row += step) zero_scales(p, row, 0);
-    }
-  }
+  if constexpr (kQuant) tail.zero_tail_rows(first_token, step);
+}
+
+constexpr int kClusterSize = 4;
+constexpr int kClusterThreads = 512, kClusterRegs = 128;
+constexpr int kLoopRegs = 80;  // the fewest without a spill for every rank count; 819 threads on a multiprocessor
+
+template <typename T, int N, bool kQuant>
+__global__ void __launch_bounds__(kClusterThreads) cluster_tail(const __grid_constant__ Params p) {
+  run_tail<T, N, kClusterSize, false, kQuant>(p);
+}
+
+template <typename T, int N, bool kTwoShot, bool kQuant>
+__global__ void __maxnreg__(kLoopRegs) block_tail(const __grid_constant__ Params p) {
+  run_tail<T, N, 1, kTwoShot, kQuant>(p);
 }
 
 }  // namespace moe_tail

@@ -1,0 +1,117 @@
+// Host side of one variant. MOE_DTYPE (0: bfloat16, 1: float16) and MOE_RANKS come from the build.
+#include "launch.h"
+
+#include <algorithm>
+
+#include "tail.cuh"
+
+#if MOE_DTYPE == 0
+using Element = __nv_bfloat16;
+#else
+using Element = __half;
+#endif
+
+namespace moe_tail {
+namespace {
+
+using Kernel = void (*)(const Params);
+constexpr int kRanks = MOE_RANKS;
+constexpr size_t kDefaultSharedBytes = 48 << 10;  // more per block has to be asked for
+
+Kernel kernel_of(const Config& config, bool quant) {
+  if (config.cluster > 1) return quant ? cluster_tail<Element, kRanks, true> : cluster_tail<Element, kRanks, false>;
+  if constexpr (kRanks > 1) {
+    if (config.two_shot)
+      return quant ? block_tail<Element, kRanks, true, true> : block_tail<Element, kRanks, true, false>;
+  }
+  return quant ? block_tail<Element, kRanks, false, true> : block_tail<Element, kRanks, false, false>;
+}
+
+int32_t trips(const Config& config, int32_t vecs) { return (vecs + config.threads - 1) / config.threads; }
+
+size_t shared_bytes(const Config& config, int32_t vecs) {
+  if (config.cluster > 1) return 0;
+  const int stages = kRanks > 1 ? 2 : 1;
+  return static_cast<size_t>(stages) * trips(config, vecs) * config.threads * sizeof(uint4);
+}
+
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attributes[2];
+
+  Launch(const Config& chosen, int32_t vecs, int64_t groups, bool pdl, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned>(groups * chosen.cluster));
+    config.blockDim = dim3(chosen.threads);
+    config.dynamicSmemBytes = shared_bytes(chosen, vecs);
+    config.stream = stream;
+    config.attrs = attributes;
+    if (chosen.cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(chosen.cluster), 1, 1};
+      ++config.numAttrs;
+    }
+    if (pdl) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+      ++config.numAttrs;
+    }
+  }
+};
+
+}  // namespace
+
+cudaError_t load_kernels() {
+  int device = 0, most = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  for (int cluster : {1, kClusterSize})
+    for (int two_shot : {0, 1})
+      for (bool quant : {false, true}) {
+        if (error != cudaSuccess) return error;
+        const Kernel kernel = kernel_of(Config{0, 32, cluster, two_shot, 0}, quant);
+        cudaFuncAttributes found;
+        error = cudaFuncGetAttributes(&found, kernel);
+        if (error == cudaSuccess && cluster == 1) {
+          const int room = most - static_cast<int>(found.sharedSizeBytes);
+          error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+        }
+      }
+  return error;
+}
+
+cudaError_t resident_groups(const Config& config, int32_t vecs, int* groups) {
+  *groups = 1 << 30;
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  for (bool quant : {false, true}) {
+    if (error != cudaSuccess) return error;
+    int count = 0;
+    const Kernel kernel = kernel_of(config, quant);
+    if (config.cluster > 1) {
+      Launch shape(config, vecs, processors, false, nullptr);
+      error = cudaOccupancyMaxActiveClusters(&count, kernel, &shape.config);
+    } else {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, config.threads, shared_bytes(config, vecs));
+      count *= processors;
+    }
+    *groups = std::min(*groups, count);
+  }
+  return error;
+}
+
+cudaError_t launch(Params params, const Config& config, cudaStream_t stream) {
+  const Kernel kernel = kernel_of(config, params.quant != kNoQuant);
+  const int64_t most = kRanks > 1 ? params.slot_tokens : params.call_tokens;
+  params.vecs_per_thread = trips(config, params.vecs);
+  for (params.token_base = 0; params.token_base < params.call_tokens; params.token_base += most) {
+    params.tokens = std::min(most, params.call_tokens - params.token_base);
+    const int64_t groups = config.max_groups ? std::min<int64_t>(params.tokens, config.max_groups) : params.tokens;
+    const Launch shape(config, params.vecs, groups, params.flags & kPdl, stream);
+    const cudaError_t error = cudaLaunchKernelEx(&shape.config, kernel, static_cast<const Params>(params));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moe_tail
