@@ -53,7 +53,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Config:
-    """A form with its launch shape (struct Config in kernels/launch.h); ``max_groups`` 0 is no limit."""
+    """A form with its launch shape (struct Config in kernels/launch.h)."""
 
     form: Form
     threads: int

@@ -62,6 +62,8 @@ class CudaConsumer:
             other must all be resident, so every tail gets its share of the GPU.
         pdl: launch with programmatic dependent launch. Every kernel between two calls that is itself launched so
             must wait for its predecessor.
+        ranks_per_gpu: ranks that a GPU has to hold together; None finds out.
+        test_hooks: the build with stalls, for tests.
     """
 
     declaration: ConsumerDeclaration = DECLARATION
@@ -69,6 +71,7 @@ class CudaConsumer:
     forms: tuple[Form, ...] | None = None
     concurrent_tails: int = 1
     pdl: bool = False
+    ranks_per_gpu: int | None = None
     test_hooks: bool = False
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> CudaTail:
@@ -85,6 +88,7 @@ class CudaConsumer:
             timeout_s=min(self.timeout_s, group.timeout_s),
             forms=self.forms,
             concurrent_tails=self.concurrent_tails,
+            ranks_per_gpu=self.ranks_per_gpu,
             test_hooks=self.test_hooks,
         )
         return CudaTail(self.declaration, capacity, engine, 2 if self.pdl else 0)

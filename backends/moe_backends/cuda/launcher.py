@@ -47,6 +47,7 @@ def open_engine(
     timeout_s: float = 10.0,
     forms: tuple[Form, ...] | None = None,
     concurrent_tails: int = 1,
+    ranks_per_gpu: int | None = None,
     test_hooks: bool = False,
 ) -> Engine:
     """Builds, loads, allocates and arms everything that calls need. Collective.
@@ -57,6 +58,7 @@ def open_engine(
         timeout_s: longest wait for a peer inside the kernel.
         forms: in place of the measured table.
         concurrent_tails: how many tails run at the same time on one GPU, each on its own stream.
+        ranks_per_gpu: how many ranks a GPU has to hold together; None finds out. For SOLO timing of virtual ranks: 1.
         test_hooks: the build with stalls.
 
     Raises:
@@ -66,14 +68,12 @@ def open_engine(
     chosen = forms or configs.table()[group.size]
     vecs = capacity.hidden_size // configs.VECTOR
     with torch.cuda.device(group.device):
-        sharing = ranks_on_my_gpu(group) * concurrent_tails
+        sharing = (ranks_per_gpu or ranks_on_my_gpu(group)) * concurrent_tails
         shapes = []
         for form in configs.usable(chosen, group.size, capacity.max_tokens):
-            threads, limit = form.threads(capacity.hidden_size), 0
-            if group.size > 1:
-                resident = int(library.resident(threads, form.blocks, int(form.two_shot), vecs))
-                limit = configs.group_limit(resident, sharing, form)
-            shapes.append(Config(form, threads, limit))
+            threads = form.threads(capacity.hidden_size)
+            resident = int(library.resident(threads, form.blocks, int(form.two_shot), vecs))
+            shapes.append(Config(form, threads, configs.group_limit(resident, sharing, form)))
         workspace = allocate(group, capacity)
         device = torch.cuda.current_device()
     handle = library.create(

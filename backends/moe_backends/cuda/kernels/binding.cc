@@ -70,6 +70,7 @@ void run(int64_t handle, int64_t choice, int64_t tokens, int64_t rows, int64_t w
   const Plan& plan = *address<const Plan>(handle);
   Params p = plan.base;
   p.call_tokens = tokens;
+  if (map == 0) p.top_k = 1;  // finalized: one row a token, as it is
   p.rows = address<const void>(rows);
   p.weights = address<const void>(weights);
   p.map = address<const int32_t>(map);

@@ -16,7 +16,6 @@ namespace {
 
 using Kernel = void (*)(const Params);
 constexpr int kRanks = MOE_RANKS;
-constexpr size_t kDefaultSharedBytes = 48 << 10;  // more per block has to be asked for
 
 Kernel kernel_of(const Config& config, bool quant) {
   if (config.cluster > 1) return quant ? cluster_tail<Element, kRanks, true> : cluster_tail<Element, kRanks, false>;
@@ -31,8 +30,10 @@ int32_t trips(const Config& config, int32_t vecs) { return (vecs + config.thread
 
 size_t shared_bytes(const Config& config, int32_t vecs) {
   if (config.cluster > 1) return 0;
-  const int stages = kRanks > 1 ? 2 : 1;
-  return static_cast<size_t>(stages) * trips(config, vecs) * config.threads * sizeof(uint4);
+  using Pipe = RowPipe<Element, kRanks == 1>;
+  const int tokens = kRanks > 1 ? 2 : 1;
+  const size_t vectors = Pipe::kStages * Pipe::kSlots + tokens * trips(config, vecs);
+  return vectors * config.threads * sizeof(uint4);
 }
 
 struct Launch {
@@ -106,7 +107,7 @@ cudaError_t launch(Params params, const Config& config, cudaStream_t stream) {
   params.vecs_per_thread = trips(config, params.vecs);
   for (params.token_base = 0; params.token_base < params.call_tokens; params.token_base += most) {
     params.tokens = std::min(most, params.call_tokens - params.token_base);
-    const int64_t groups = config.max_groups ? std::min<int64_t>(params.tokens, config.max_groups) : params.tokens;
+    const int64_t groups = std::min<int64_t>(params.tokens, config.max_groups);
     const Launch shape(config, params.vecs, groups, params.flags & kPdl, stream);
     const cudaError_t error = cudaLaunchKernelEx(&shape.config, kernel, static_cast<const Params>(params));
     if (error != cudaSuccess) return error;

@@ -13,7 +13,7 @@ struct Config {
   int32_t threads;   // of a block
   int32_t cluster;   // blocks that share a token: 1 or kClusterSize
   int32_t two_shot;  // 0 or 1
-  int32_t max_groups;  // blocks (or clusters) resident together, hence the grid's limit; 0: no limit (one rank)
+  int32_t max_groups;  // blocks (or clusters) resident together, hence the grid's limit
 };
 
 // Loads every kernel of this variant now. A kernel that is loaded at its first launch may wait for the device, on

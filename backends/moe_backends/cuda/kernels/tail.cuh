@@ -4,7 +4,7 @@
 // is pushed before the previous token's is waited for, so that the trip to the peers hides behind the next token's
 // loads. Two forms of one code: clusters hold one vector a thread, all in registers, and ask for residual and gain
 // before they need them (few tokens: the shortest chain of loads wins); single blocks loop over `vecs_per_thread`
-// vectors and stage a token in shared memory (many tokens: few registers, so many threads, win).
+// vectors, whose rows flow through a pipe in shared memory (many tokens: memory that is never idle wins).
 #pragma once
 
 #include "exchange.cuh"
@@ -38,9 +38,11 @@ struct Tail {
   static constexpr bool kEager = C > 1;
   static constexpr int kSources = N < 8 ? N : 8;  // peers' vectors requested before the first is waited for
   using Token = Local<kEager>;
+  using Pipe = RowPipe<T, N == 1>;
 
   const Params& p;
   TokenReduce<C>& reduce;
+  Pipe& pipe;  // not used if kEager
   const int first;  // vectors first, first + step, ... are this thread's
 
   __device__ __forceinline__ int trips() const { return kEager ? 1 : p.vecs_per_thread; }
@@ -50,27 +52,57 @@ struct Tail {
     return static_cast<const uint4*>(base)[row * p.vecs + at];
   }
 
-  // Local sum of a token and its push. `routes` are this token's.
-  __device__ __forceinline__ void contribute(int64_t token, const Routes& routes, Token& out) {
+  // Local sum of a token and its push. `routes`, `next` are this token's and those of this block's next one. Without
+  // ranks also the residual, since nothing has to be waited for: returns this thread's sum of squares of it.
+  __device__ __forceinline__ float contribute(int64_t token, const Routes& routes, const Routes& next, Token& out) {
     const int64_t row = p.token_base + token;
+    float squares = 0.0f;
     if constexpr (N > 1) out.epoch = p.epochs[token];
-    if constexpr (kEager) {
-      if (first < p.vecs) out.residual = load(p.residual, row, first);
-    }
 #pragma unroll 1
     for (int v = 0; v < trips(); ++v) {
       const int at = vec(v);
       const bool active = at < p.vecs;
-      uint4 shared = make_uint4(0, 0, 0, 0);
-      if (p.shared != nullptr && active) shared = load(p.shared, row, at);
-      const uint4 own = local_sum<T>(p, routes, row, at, active, shared);
-      out.set(v, own);
-      if constexpr (N > 1) {
+      uint4 own, residual = make_uint4(0, 0, 0, 0);
+      if constexpr (kEager) {
+        uint4 shared = residual;
+        if (p.shared != nullptr && active) shared = load(p.shared, row, at);
+        if (active) residual = load(p.residual, row, at);
+        own = local_sum<T>(p, routes, at, active, shared);
+      } else {
+        own = pipe.sum(token, routes, next, active, residual);
+      }
+      if constexpr (N == 1) {
+        float total[8];
+        unpack<T>(own, total);
+        own = with_residual(total, residual);
+        if (active) squares += keep(row, at, own);
+      } else {
+        if constexpr (kEager) out.residual = residual;
         if (v == 0) test_stall(p, 0);
         if (active) push(token, out.epoch, at, own);
       }
+      out.set(v, own);
     }
     if constexpr (N > 1) test_stall(p, 1);
+    return squares;
+  }
+
+  __device__ __forceinline__ uint4 with_residual(float (&total)[8], uint4 residual) const {
+    float f[8];
+    unpack<T>(residual, f);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) total[j] = __fadd_rn(total[j], f[j]);
+    return pack<T>(total);
+  }
+
+  // Stores a vector of the rounded residual; returns its sum of squares.
+  __device__ __forceinline__ float keep(int64_t row, int at, uint4 x) const {
+    if (p.residual_out != nullptr) static_cast<uint4*>(p.residual_out)[row * p.vecs + at] = x;
+    float f[8], squares = 0.0f;
+    unpack<T>(x, f);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) squares += f[j] * f[j];
+    return squares;
   }
 
   __device__ __forceinline__ void push(int64_t token, uint32_t epoch, int at, uint4 own) {
@@ -88,62 +120,88 @@ struct Tail {
       if (peer != p.rank) store_shared(slot<N>(p, peer, p.rank, epoch, token, at), value);
   }
 
-  // The published contributions of all ranks, added in float32 in rank order.
-  __device__ __forceinline__ void sum_ranks(int64_t token, uint32_t epoch, int at, uint4 own, float (&total)[8]) {
-    if constexpr (N == 1) {
-      unpack<T>(own, total);
-    } else {
-#pragma unroll
-      for (int base = 0; base < N; base += kSources) {
-        uint4 got[kSources];
-#pragma unroll
-        for (int i = 0; i < kSources; ++i) {
-          const int r = base + i;
-          got[i] = r == p.rank ? own : load_shared(slot<N>(p, p.rank, r, epoch, token, at));
-        }
-#pragma unroll
-        for (int i = 0; i < kSources; ++i) {
-          const int r = base + i;
-          if (r != p.rank) got[i] = await(p, slot<N>(p, p.rank, r, epoch, token, at), got[i], r, epoch, token);
-          float f[8];
-          unpack<T>(got[i], f);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) total[j] = r == 0 ? f[j] : __fadd_rn(total[j], f[j]);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ uint4 reduced(int64_t token, const Token& mine, int v, int at) {
-    float total[8], f[8];
+  // What a thread asks for before it waits: its residual and the first peers' vectors, or the owner's (two-shot).
+  struct Incoming {
     uint4 residual;
-    if constexpr (kEager) {
-      residual = mine.residual;
-    } else {
-      residual = load(p.residual, p.token_base + token, at);
+    uint4 got[kSources];
+  };
+
+  __device__ __forceinline__ bool owns(int64_t token) const { return !kTwoShot || token % N == p.rank; }
+
+  __device__ __forceinline__ Incoming ask(int64_t token, const Token& mine, int at) const {
+    Incoming in = {};
+    if (at >= p.vecs) return in;
+    if (!owns(token)) {
+      in.got[0] = load_shared(slot<N>(p, p.rank, static_cast<int>(token % N), mine.epoch, token, at));
+      return in;
     }
-    sum_ranks(token, mine.epoch, at, mine.get(v), total);
-    unpack<T>(residual, f);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) total[j] = __fadd_rn(total[j], f[j]);
-    return pack<T>(total);
+    if constexpr (kEager) {
+      in.residual = mine.residual;
+    } else {
+      in.residual = load(p.residual, p.token_base + token, at);
+    }
+    ask_sources(token, mine.epoch, at, 0, in);
+    return in;
   }
 
-  // The rounded residual. Two-shot: the token's owner reduces and sends it; the same bits, since every rank has the
-  // same residual and the owner adds in the same order.
-  __device__ __forceinline__ uint4 exchange(int64_t token, const Token& mine, int v, int at) {
-    if constexpr (kTwoShot) {
+  __device__ __forceinline__ void ask_sources(int64_t token, uint32_t epoch, int at, int base, Incoming& in) const {
+#pragma unroll
+    for (int i = 0; i < kSources; ++i)
+      if (base + i != p.rank) in.got[i] = load_shared(slot<N>(p, p.rank, base + i, epoch, token, at));
+  }
+
+  // The rounded residual: the published contributions of all ranks, added in float32 in rank order, and the residual.
+  // Two-shot: the token's owner reduces and sends it; the same bits, since every rank has the same residual and the
+  // owner adds in the same order.
+  __device__ __forceinline__ uint4 receive(int64_t token, const Token& mine, int v, int at, Incoming& in) {
+    if (!owns(token)) {
       const int owner = static_cast<int>(token % N);
-      if (owner != p.rank) {
-        uint4* from = slot<N>(p, p.rank, owner, mine.epoch, token, at);
-        return await(p, from, load_shared(from), owner, mine.epoch, token);
-      }
-      const uint4 x = reduced(token, mine, v, at);
-      broadcast(token, mine.epoch, at, x);
-      return x;
-    } else {
-      return reduced(token, mine, v, at);
+      return await(p, slot<N>(p, p.rank, owner, mine.epoch, token, at), in.got[0], owner, mine.epoch, token);
     }
+    float total[8];
+#pragma unroll
+    for (int base = 0; base < N; base += kSources) {
+      if (base > 0) ask_sources(token, mine.epoch, at, base, in);
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        const int r = base + i;
+        if (r == p.rank) {
+          in.got[i] = mine.get(v);
+        } else {
+          in.got[i] = await(p, slot<N>(p, p.rank, r, mine.epoch, token, at), in.got[i], r, mine.epoch, token);
+        }
+        float f[8];
+        unpack<T>(in.got[i], f);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) total[j] = r == 0 ? f[j] : __fadd_rn(total[j], f[j]);
+      }
+    }
+    const uint4 x = with_residual(total, in.residual);
+    if constexpr (kTwoShot) broadcast(token, mine.epoch, at, x);
+    return x;
+  }
+
+  // Receives a whole token, one vector ahead where registers allow; returns this thread's sum of squares.
+  __device__ __forceinline__ float receive_all(int64_t token, Token& mine) {
+    constexpr bool kAhead = !kEager && N <= 4;
+    float squares = 0.0f;
+    Incoming in = ask(token, mine, vec(0)), next = {};
+#pragma unroll 1
+    for (int v = 0; v < trips(); ++v) {
+      const int at = vec(v);
+      if (at >= p.vecs) break;
+      if constexpr (kAhead) next = ask(token, mine, vec(v + 1));
+      const uint4 x = receive(token, mine, v, at, in);
+      mine.set(v, x);
+      squares += keep(p.token_base + token, at, x);
+      if constexpr (kAhead) {
+        in = next;
+      } else if (!kEager) {
+        in = ask(token, mine, vec(v + 1));
+      }
+    }
+    test_stall(p, 2);
+    return squares;
   }
 
   __device__ __forceinline__ void gains(int at, float (&gain)[8]) const {
@@ -160,23 +218,12 @@ struct Tail {
     }
   }
 
-  // Waits for the ranks, then residual, norm and quantised outputs of a token. `early` is the gain if kEager.
-  __device__ __forceinline__ void finish(int64_t token, Token& mine, bool last, const float (&early)[8]) {
+  // Waits for the ranks, then residual, norm and quantised outputs of a token. `early` is the gain if kEager;
+  // `squares` comes from contribute.
+  __device__ __forceinline__ void finish(int64_t token, Token& mine, bool last, float squares,
+                                         const float (&early)[8]) {
     const int64_t row = p.token_base + token;
-    float squares = 0.0f;
-#pragma unroll 1
-    for (int v = 0; v < trips(); ++v) {
-      const int at = vec(v);
-      if (at >= p.vecs) break;
-      const uint4 x = exchange(token, mine, v, at);
-      mine.set(v, x);
-      if (p.residual_out != nullptr) static_cast<uint4*>(p.residual_out)[row * p.vecs + at] = x;
-      float f[8];
-      unpack<T>(x, f);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) squares += f[j] * f[j];
-    }
-    if constexpr (N > 1) test_stall(p, 2);
+    if constexpr (N > 1) squares = receive_all(token, mine);
     squares = reduce.template operator()<Sum>(squares);
     // Past the barrier every thread of the token has read its epoch and ended its waits.
     if (N > 1 && threadIdx.x == 0 && reduce.cta == 0) p.epochs[token] = mine.epoch + 1;
@@ -251,40 +298,46 @@ struct Tail {
 template <typename T, int N, int C, bool kTwoShot, bool kQuant>
 __device__ __forceinline__ void run_tail(const Params& p) {
   using Body = Tail<T, N, C, kTwoShot, kQuant>;
-  extern __shared__ uint4 stage[];  // single blocks: [2][vecs_per_thread][threads]
+  extern __shared__ uint4 staged[];  // single blocks: the pipe, then tokens [1 or 2][vecs_per_thread][threads]
   __shared__ float scratch[2 * C * kMaxWarps];
   const uint32_t cta = C > 1 ? cluster_rank() : 0u;
   if constexpr (C > 1) cluster_arrive();  // no block may write into another's memory before that one has started
   TokenReduce<C> reduce{scratch, cta};
-  Body tail{p, reduce, static_cast<int>(cta * blockDim.x + threadIdx.x)};
+  const int first = static_cast<int>(cta * blockDim.x + threadIdx.x), threads = blockDim.x;
   const int64_t step = gridDim.x / C, first_token = blockIdx.x / C;  // the launcher starts no block without a token
+  typename Body::Pipe pipe{p, staged + threadIdx.x, first, step, first_token};
+  Body tail{p, reduce, pipe, first};
 
   wait_for_stream();
   Routes routes = load_routes<T>(p, first_token);
   float gain[8] = {};
+  typename Body::Token ahead, mine;
   if constexpr (Body::kEager) {
-    if (tail.first < p.vecs) tail.gains(tail.first, gain);
+    if (first < p.vecs) tail.gains(first, gain);
+  } else {
+    mine.stage = staged + Body::Pipe::kStages * Body::Pipe::kSlots * threads + threadIdx.x;
+    ahead.stage = N > 1 ? mine.stage + p.vecs_per_thread * threads : mine.stage;
+    pipe.ask(routes, 0);
   }
   // Each round contributes one token and finishes the one before it; without ranks, the same one.
-  typename Body::Token ahead, mine;
-  if constexpr (!Body::kEager) {
-    mine.stage = stage + threadIdx.x;
-    ahead.stage = N > 1 ? mine.stage + p.vecs_per_thread * blockDim.x : mine.stage;
-  }
+  Routes next = load_routes<T>(p, first_token + step);
   int64_t pending = -1;  // contributed, not finished
   for (int64_t token = first_token;; token += step) {
     const bool more = token < p.tokens;
+    float squares = 0.0f;
     if (more) {
-      tail.contribute(token, routes, ahead);
-      routes = load_routes<T>(p, token + step);
+      const Routes after = load_routes<T>(p, token + 2 * step);
+      squares = tail.contribute(token, routes, next, ahead);
+      routes = next;
+      next = after;
     }
     if (C > 1 && pending < 0) cluster_wait();
     if constexpr (N == 1) {
       const bool last = token + step >= p.tokens;
-      tail.finish(token, ahead, last, gain);
+      tail.finish(token, ahead, last, squares, gain);
       if (last) break;
     } else {
-      if (pending >= 0) tail.finish(pending, mine, !more, gain);
+      if (pending >= 0) tail.finish(pending, mine, !more, squares, gain);
       if (!more) break;
       const typename Body::Token done = mine;
       mine = ahead;
@@ -296,16 +349,15 @@ __device__ __forceinline__ void run_tail(const Params& p) {
 }
 
 constexpr int kClusterSize = 4;
-constexpr int kClusterThreads = 512, kClusterRegs = 128;
-constexpr int kLoopRegs = 80;  // the fewest without a spill for every rank count; 819 threads on a multiprocessor
+constexpr int kMaxThreads = 512;  // leaves 128 registers a thread, more than any kernel here needs
 
 template <typename T, int N, bool kQuant>
-__global__ void __launch_bounds__(kClusterThreads) cluster_tail(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) cluster_tail(const __grid_constant__ Params p) {
   run_tail<T, N, kClusterSize, false, kQuant>(p);
 }
 
 template <typename T, int N, bool kTwoShot, bool kQuant>
-__global__ void __maxnreg__(kLoopRegs) block_tail(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) block_tail(const __grid_constant__ Params p) {
   run_tail<T, N, 1, kTwoShot, kQuant>(p);
 }
 

@@ -22,6 +22,15 @@ __device__ __forceinline__ void store_once(uint4* at, uint4 v) {
                : "memory");
 }
 
+// Global to shared memory without registers in between; past L1.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_but_last_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 // System scope, because the other side may be another GPU. A vector is four 32-bit accesses in any order.
 __device__ __forceinline__ uint4 load_shared(const uint4* at) {
   uint4 v;
