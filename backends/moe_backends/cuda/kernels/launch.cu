@@ -26,13 +26,17 @@ Kernel kernel_of(const Config& config, bool quant) {
   return quant ? block_tail<Element, kRanks, false, true> : block_tail<Element, kRanks, false, false>;
 }
 
-int32_t trips(const Config& config, int32_t vecs) { return (vecs + config.threads - 1) / config.threads; }
+int32_t trips(const Config& config, int32_t vecs) {
+  const int32_t threads = config.threads * config.cluster;
+  return (vecs + threads - 1) / threads;
+}
 
 size_t shared_bytes(const Config& config, int32_t vecs) {
-  if (config.cluster > 1) return 0;
-  using Pipe = RowPipe<Element, kRanks == 1>;
-  const int tokens = kRanks > 1 ? 2 : 1;
-  const size_t vectors = Pipe::kStages * Pipe::kSlots + tokens * trips(config, vecs);
+  size_t vectors = Tail<Element, kRanks, kClusterSize, false, false>::Pipe::kVectors;
+  if (config.cluster == 1) {
+    const int tokens = kRanks > 1 ? 2 : 1;  // contributed and not finished, and the one before
+    vectors = Tail<Element, kRanks, 1, false, false>::Pipe::kVectors + tokens * trips(config, vecs);
+  }
   return vectors * config.threads * sizeof(uint4);
 }
 
@@ -72,7 +76,7 @@ cudaError_t load_kernels() {
         const Kernel kernel = kernel_of(Config{0, 32, cluster, two_shot, 0}, quant);
         cudaFuncAttributes found;
         error = cudaFuncGetAttributes(&found, kernel);
-        if (error == cudaSuccess && cluster == 1) {
+        if (error == cudaSuccess) {
           const int room = most - static_cast<int>(found.sharedSizeBytes);
           error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
         }

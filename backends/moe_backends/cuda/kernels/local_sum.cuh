@@ -6,8 +6,6 @@
 
 namespace moe_tail {
 
-constexpr int kInFlight = 8;  // rows whose vectors are requested before the first one is used
-
 // The slots of one token, one per lane: a single coalesced load each for the indices and the weights.
 struct Routes {
   int32_t row;  // negative: absent
@@ -27,14 +25,26 @@ __device__ __forceinline__ Routes load_routes(const Params& p, int64_t token) { 
   return r;
 }
 
-// Adds one weighted vector. Products and sums are rounded one by one (no fused multiply-add), so that float32 weights
-// give the bits of the plain PyTorch reference too. A finalized row is taken as it is, the sign of its zeros included.
+// A sum starts at +0. A finalized row is taken as it is, the sign of its zeros included, hence -0.
+__device__ __forceinline__ void start(const Params& p, float (&acc)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i] = p.map == nullptr ? -0.0f : 0.0f;
+}
+
+// Adds one weighted vector. The product of two 16-bit values is exact in float32 (from 2^-134 on), so one rounding
+// after a fused multiply-add gives the bits of a product and a sum; with a float32 weight each is rounded by itself, as
+// the plain PyTorch reference does.
 template <typename T>
-__device__ __forceinline__ void add_row(const Params& p, uint4 row, float weight, float (&acc)[8]) {
+__device__ __forceinline__ void add_row(uint4 row, float weight, bool wide, float (&acc)[8]) {
   float f[8];
   unpack<T>(row, f);
+  if (wide) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) acc[i] = p.map == nullptr ? f[i] : __fadd_rn(acc[i], __fmul_rn(f[i], weight));
+    for (int i = 0; i < 8; ++i) acc[i] = __fadd_rn(acc[i], __fmul_rn(f[i], weight));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] = __fmaf_rn(f[i], weight, acc[i]);
+  }
 }
 
 // Scale, shared output, the one rounding to publish.
@@ -51,39 +61,16 @@ __device__ __forceinline__ uint4 publish(const Params& p, float (&acc)[8], uint4
   return pack<T>(acc);
 }
 
-// Vector `vec` of a token in registers: kInFlight rows are asked for before the first is used.
-template <typename T>
-__device__ __forceinline__ uint4 local_sum(const Params& p, const Routes& routes, int vec, bool active, uint4 shared) {
-  const uint4* rows = static_cast<const uint4*>(p.rows);
-  float acc[8] = {};
-  for (int first = 0; first < p.top_k; first += kInFlight) {
-    uint4 got[kInFlight];
-    bool present[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const int32_t row = __shfl_sync(~0u, routes.row, first + k);  // lanes past top_k hold -1
-      present[k] = row >= 0;
-      if (present[k] && active) got[k] = load_once(rows + static_cast<int64_t>(row) * p.vecs + vec);
-    }
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const float weight = __shfl_sync(~0u, routes.weight, first + k);
-      if (present[k]) add_row<T>(p, got[k], weight, acc);  // a branch: a NaN weight of an absent slot must vanish
-    }
-  }
-  return publish<T>(p, acc, shared);
-}
-
-// The same through shared memory: while one step is added up, the rows of the next are on their way, across the
-// boundary of tokens too, so that memory is busy while a token is reduced, normed and stored. A thread reads only what
-// it asked for itself, so no barrier is needed.
-template <typename T, bool kResidual>
+// The rows of a token on their way through shared memory, kRows at a step. With two stages the next step's rows travel
+// while this one's are added up, across the boundary of tokens too, so that memory is busy while a token is reduced,
+// normed and stored. A thread reads only what it asked for itself, so no barrier is needed.
+template <typename T, bool kResidual, int kRows, int kStages>
 struct RowPipe {
-  static constexpr int kSlots = kInFlight + 1 + (kResidual ? 1 : 0);  // rows, shared output, residual
-  static constexpr int kStages = 2;
+  static constexpr int kSlots = kRows + 1 + (kResidual ? 1 : 0);  // rows, shared output, residual
+  static constexpr int kVectors = kStages * kSlots;               // of shared memory, a thread
 
   const Params& p;
-  uint4* column;  // this thread's, in [kStages][kSlots][threads]
+  uint4* column;  // this thread's, in [kVectors][threads]
   int first_vec;
   int64_t step;  // between this block's tokens
   // The step that is asked for next: vector v of `token`, rows from slot k on.
@@ -100,19 +87,19 @@ struct RowPipe {
     const int vec = first_vec + v * static_cast<int>(blockDim.x);
     const bool active = vec < p.vecs && token < p.tokens;
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const int32_t row = __shfl_sync(~0u, routes.row, k + i);
       if (row >= 0 && active)
         copy_async(at(in_stage, i), static_cast<const uint4*>(p.rows) + static_cast<int64_t>(row) * p.vecs + vec);
     }
     if (k == 0 && active) {
       const int64_t offset = (p.token_base + token) * p.vecs + vec;
-      if (p.shared != nullptr) copy_async(at(in_stage, kInFlight), static_cast<const uint4*>(p.shared) + offset);
+      if (p.shared != nullptr) copy_async(at(in_stage, kRows), static_cast<const uint4*>(p.shared) + offset);
       if constexpr (kResidual)
-        copy_async(at(in_stage, kInFlight + 1), static_cast<const uint4*>(p.residual) + offset);
+        copy_async(at(in_stage, kRows + 1), static_cast<const uint4*>(p.residual) + offset);
     }
     commit_copies();
-    k += kInFlight;
+    k += kRows;
     if (k < p.top_k) return;
     k = 0;
     if (++v < p.vecs_per_thread) return;
@@ -124,26 +111,34 @@ struct RowPipe {
   // the one after it.
   __device__ __forceinline__ uint4 sum(int64_t current, const Routes& routes, const Routes& next, bool active,
                                        uint4& residual) {
-    float acc[8] = {};
+    float acc[8];
+    start(p, acc);
     uint4 shared = make_uint4(0, 0, 0, 0);
-    for (int first = 0; first < p.top_k; first += kInFlight) {
-      Routes wanted = routes;
-      if (token != current) wanted = next;
-      ask(wanted, stage ^ 1);
-      wait_for_all_but_last_copies();
+    const unsigned present = __ballot_sync(~0u, routes.row >= 0);
+    for (int first = 0; first < p.top_k; first += kRows) {
+      if constexpr (kStages > 1) ask_next(current, routes, next, stage ^ 1);
+      wait_for_all_copies_but<kStages - 1>();
       if (first == 0 && active) {
-        if (p.shared != nullptr) shared = *at(stage, kInFlight);
-        if constexpr (kResidual) residual = *at(stage, kInFlight + 1);
+        if (p.shared != nullptr) shared = *at(stage, kRows);
+        if constexpr (kResidual) residual = *at(stage, kRows + 1);
       }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int32_t row = __shfl_sync(~0u, routes.row, first + i);
+      for (int i = 0; i < kRows; ++i) {
         const float weight = __shfl_sync(~0u, routes.weight, first + i);
-        if (row >= 0 && active) add_row<T>(p, *at(stage, i), weight, acc);
+        // A branch: a NaN weight of an absent slot must vanish. Past the row's end: part of what is never stored.
+        if (present >> (first + i) & 1u) add_row<T>(*at(stage, i), weight, p.weights_fp32, acc);
       }
-      stage ^= 1;
+      if constexpr (kStages == 1) {
+        ask_next(current, routes, next, 0);
+      } else {
+        stage ^= 1;
+      }
     }
     return publish<T>(p, acc, shared);
+  }
+
+  __device__ __forceinline__ void ask_next(int64_t current, const Routes& routes, const Routes& next, int in_stage) {
+    ask(Routes{token == current ? routes.row : next.row, 0.0f}, in_stage);
   }
 };
 

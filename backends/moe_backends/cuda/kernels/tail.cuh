@@ -2,8 +2,8 @@
 //
 // A block (C = 1) or a cluster of C blocks takes whole tokens, `gridDim / C` apart. With ranks, a token's contribution
 // is pushed before the previous token's is waited for, so that the trip to the peers hides behind the next token's
-// loads. Two forms of one code: clusters hold one vector a thread, all in registers, and ask for residual and gain
-// before they need them (few tokens: the shortest chain of loads wins); single blocks loop over `vecs_per_thread`
+// loads. Two forms of one code: clusters hold one vector a thread and ask for everything before they need it (few
+// tokens: the shortest chain of loads wins); single blocks loop over `vecs_per_thread`
 // vectors, whose rows flow through a pipe in shared memory (many tokens: memory that is never idle wins).
 #pragma once
 
@@ -38,11 +38,13 @@ struct Tail {
   static constexpr bool kEager = C > 1;
   static constexpr int kSources = N < 8 ? N : 8;  // peers' vectors requested before the first is waited for
   using Token = Local<kEager>;
-  using Pipe = RowPipe<T, N == 1>;
+  // Clusters ask for eight rows at once and keep few bytes, so that many tokens are resident; blocks ask for the next
+  // four while the last four are added up.
+  using Pipe = RowPipe<T, N == 1 || kEager, kEager ? 8 : 4, kEager ? 1 : 2>;
 
   const Params& p;
   TokenReduce<C>& reduce;
-  Pipe& pipe;  // not used if kEager
+  Pipe& pipe;
   const int first;  // vectors first, first + step, ... are this thread's
 
   __device__ __forceinline__ int trips() const { return kEager ? 1 : p.vecs_per_thread; }
@@ -62,15 +64,8 @@ struct Tail {
     for (int v = 0; v < trips(); ++v) {
       const int at = vec(v);
       const bool active = at < p.vecs;
-      uint4 own, residual = make_uint4(0, 0, 0, 0);
-      if constexpr (kEager) {
-        uint4 shared = residual;
-        if (p.shared != nullptr && active) shared = load(p.shared, row, at);
-        if (active) residual = load(p.residual, row, at);
-        own = local_sum<T>(p, routes, at, active, shared);
-      } else {
-        own = pipe.sum(token, routes, next, active, residual);
-      }
+      uint4 residual = make_uint4(0, 0, 0, 0);
+      uint4 own = pipe.sum(token, routes, next, active, residual);
       if constexpr (N == 1) {
         float total[8];
         unpack<T>(own, total);
@@ -310,14 +305,14 @@ __device__ __forceinline__ void run_tail(const Params& p) {
 
   wait_for_stream();
   Routes routes = load_routes<T>(p, first_token);
+  pipe.ask(routes, 0);
   float gain[8] = {};
   typename Body::Token ahead, mine;
   if constexpr (Body::kEager) {
     if (first < p.vecs) tail.gains(first, gain);
   } else {
-    mine.stage = staged + Body::Pipe::kStages * Body::Pipe::kSlots * threads + threadIdx.x;
+    mine.stage = staged + Body::Pipe::kVectors * threads + threadIdx.x;
     ahead.stage = N > 1 ? mine.stage + p.vecs_per_thread * threads : mine.stage;
-    pipe.ask(routes, 0);
   }
   // Each round contributes one token and finishes the one before it; without ranks, the same one.
   Routes next = load_routes<T>(p, first_token + step);
@@ -349,15 +344,17 @@ __device__ __forceinline__ void run_tail(const Params& p) {
 }
 
 constexpr int kClusterSize = 4;
-constexpr int kMaxThreads = 512;  // leaves 128 registers a thread, more than any kernel here needs
+// Registers a thread: two blocks of 448 threads or four of 224 on a multiprocessor of 65,536. From four ranks on, the
+// vectors of up to eight peers are in flight together.
+constexpr int registers(int ranks, bool quant = false) { return (ranks < 4 ? 72 : 96) + (quant ? 8 : 0); }
 
 template <typename T, int N, bool kQuant>
-__global__ void __launch_bounds__(kMaxThreads, 1) cluster_tail(const __grid_constant__ Params p) {
+__global__ void __maxnreg__(registers(N, kQuant)) cluster_tail(const __grid_constant__ Params p) {
   run_tail<T, N, kClusterSize, false, kQuant>(p);
 }
 
 template <typename T, int N, bool kTwoShot, bool kQuant>
-__global__ void __launch_bounds__(kMaxThreads, 1) block_tail(const __grid_constant__ Params p) {
+__global__ void __maxnreg__(registers(N)) block_tail(const __grid_constant__ Params p) {
   run_tail<T, N, 1, kTwoShot, kQuant>(p);
 }
 

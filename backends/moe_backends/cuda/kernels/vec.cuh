@@ -8,20 +8,6 @@
 
 namespace moe_tail {
 
-// Rows are read once and never written while the kernel runs: read-only path, no line kept in L1.
-__device__ __forceinline__ uint4 load_once(const uint4* at) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at));
-  return v;
-}
-
-__device__ __forceinline__ void store_once(uint4* at, uint4 v) {
-  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Global to shared memory without registers in between; past L1.
 __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
@@ -29,7 +15,10 @@ __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_all_but_last_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+template <int kLast>
+__device__ __forceinline__ void wait_for_all_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+}
 
 // System scope, because the other side may be another GPU. A vector is four 32-bit accesses in any order.
 __device__ __forceinline__ uint4 load_shared(const uint4* at) {
