@@ -134,6 +134,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def ulps(a: Tensor, b: Tensor) -> int:
     """Largest distance of two 16-bit tensors in units in the last place."""
+
     def ordered(x: Tensor) -> Tensor:
         bits = x.view(torch.int16).int()
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)

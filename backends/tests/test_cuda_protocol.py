@@ -15,7 +15,7 @@ from .cuda_ranks import Call, Ranks, capture, random_call, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-MIXED = (Form(max_tokens=4, cluster=True), Form(max_tokens=20, vectors=4, two_shot=True), Form(vectors=4))
+MIXED = (Form(max_tokens=4, blocks=4), Form(max_tokens=20, vectors=4, two_shot=True), Form(vectors=4))
 """Cluster one-shot, block two-shot and block one-shot, so that calls of other sizes take other forms."""
 HIDDEN, TOP_K, MOST = 1024, 4, 48
 SIZES = (1, 48, 3, 20, 5, 21, 2, 33, 4, 1, 17, 40)

@@ -79,7 +79,16 @@ def build(variant: Variant) -> Path:
 
 def compile_device(variant: Variant, target: Path, *extra: str) -> subprocess.CompletedProcess[str]:
     """Compiles launch.cu alone to an object file; needs neither GPU nor binding."""
-    command = [find_nvcc(), *FLAGS, *variant.device_flags(), *extra, "-c", str(SOURCES / "launch.cu"), "-o", str(target)]
+    command = [
+        find_nvcc(),
+        *FLAGS,
+        *variant.device_flags(),
+        *extra,
+        "-c",
+        str(SOURCES / "launch.cu"),
+        "-o",
+        str(target),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

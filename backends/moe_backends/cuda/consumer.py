@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
+from moe_backends.reference.tail_inputs import as_moe_output, refuse_bad_inputs
 from moe_contract import (
     ConsumerDeclaration,
     MoEOutput,
@@ -19,11 +19,8 @@ from moe_contract import (
     TailOutput,
     UnfinalizedMoEOutput,
     UnsupportedError,
-    is_unfinalized,
 )
 from moe_contract.limits import capacity_beyond
-
-from moe_backends.reference.tail_inputs import as_moe_output, refuse_bad_inputs
 
 from . import ops
 from .build import WORLD_SIZES
@@ -48,6 +45,8 @@ DECLARATION = ConsumerDeclaration(
 """Profile C: float32 throughout, one rounding to publish and one for the residual; the scale multiplies the sum."""
 ALIGNMENT = 16
 """Bytes of one vector access."""
+MOST_SIGNATURES = 4096
+"""Call signatures a tail remembers as checked: sizes of a server's batches; what comes after is checked each time."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,7 @@ class CudaTail:
         self.engine: Engine | None = engine
         self._flags = flags
         self._number = ops.register(self)
+        self._checked: set[tuple[object, ...]] = set()
 
     def __call__(
         self,
@@ -125,21 +125,48 @@ class CudaTail:
             UnsupportedError: the arguments are legal, but past the capacity or not what was declared.
             PeerTimeoutError: a peer did not arrive during an earlier call (RED-6).
         """
-        output = as_moe_output(output)
-        refuse_bad_inputs(self.declaration, self.capacity, output, residual, norm_weight, weight_bias, quant)
+        if torch.compiler.is_compiling():
+            return self._traced(output, residual, norm_weight, eps, weight_bias, quant)
+        known = _signature(output, residual, norm_weight, quant)
+        if known is None or known not in self._checked:
+            output = self._require(output, residual, norm_weight, weight_bias, quant)
+            if known is not None and len(self._checked) < MOST_SIGNATURES:
+                self._checked.add(known)
         routed, weights, index = _parts(output)
         code, argument = quant_code(quant)
-        scale, shared = float(output.routed_scaling_factor), output.shared_output
-        if torch.compiler.is_compiling():
-            found = torch.ops.moe_conformance_cuda.tail(
-                self._number, routed, weights, index, shared, residual, norm_weight,
-                scale, eps, weight_bias, code, argument,
-            )  # fmt: skip
-            return TailOutput(*found) if code else TailOutput(found[0], found[1])
         results = self.run(
-            routed, weights, index, shared, residual, norm_weight, scale, eps, weight_bias, code, argument
-        )
+            routed, weights, index, output.shared_output, residual, norm_weight,
+            output.routed_scaling_factor, eps, weight_bias, code, argument,
+        )  # fmt: skip
         return TailOutput(*results)
+
+    def _require(
+        self, output: object, residual: Tensor, norm_weight: Tensor, weight_bias: float, quant: QuantRecipe | None
+    ) -> MoEOutput:
+        """The output as the contract's own object, once nothing is wrong with the call."""
+        known = as_moe_output(output)
+        refuse_bad_inputs(self.declaration, self.capacity, known, residual, norm_weight, weight_bias, quant)
+        return known
+
+    def _traced(
+        self,
+        output: MoEOutput,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight_bias: float,
+        quant: QuantRecipe | None,
+    ) -> TailOutput:
+        """The same under torch.compile: one operator, which is not looked into."""
+        output = self._require(output, residual, norm_weight, weight_bias, quant)
+        routed, weights, index = _parts(output)
+        code, argument = quant_code(quant)
+        scale = float(output.routed_scaling_factor)
+        found = torch.ops.moe_conformance_cuda.tail(
+            self._number, routed, weights, index, output.shared_output, residual, norm_weight,
+            scale, eps, weight_bias, code, argument,
+        )  # fmt: skip
+        return TailOutput(*found) if code else TailOutput(found[0], found[1])
 
     def run(
         self,
@@ -195,10 +222,32 @@ class CudaTail:
         return self.engine
 
 
+def _signature(
+    output: MoEOutput, residual: Tensor, norm_weight: Tensor, quant: QuantRecipe | None
+) -> tuple[object, ...] | None:
+    """Everything that the checks of a call look at, so that a call like an earlier one is not checked again: they cost
+    more than the launch. None for what is always checked: foreign objects, finalized tensors, odd layouts."""
+    if type(output) is not MoEOutput or type(routed := output.routed) is not UnfinalizedMoEOutput:
+        return None
+    rows, weights, index = routed.gemm2_permuted, routed.expert_weights, routed.expanded_idx_to_permuted_idx
+    given = [rows, weights, index]
+    if output.shared_output is not None:
+        given.append(output.shared_output)
+    facts: list[object] = [output.routed_scaling_factor, quant, routed.route_major]
+    for tensor in given:
+        if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.is_contiguous():
+            return None
+        facts += (tensor.shape, tensor.dtype, tensor.device)
+    if rows.data_ptr() % ALIGNMENT or not isinstance(residual, Tensor) or not isinstance(norm_weight, Tensor):
+        return None
+    return (*facts, residual.shape, residual.dtype, residual.device, norm_weight.shape, norm_weight.dtype,
+            norm_weight.device)  # fmt: skip
+
+
 def _parts(output: MoEOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if not is_unfinalized(output.routed):
-        return cast(Tensor, output.routed), None, None
-    triple = cast(UnfinalizedMoEOutput, output.routed)
+    if isinstance(output.routed, Tensor):
+        return output.routed, None, None
+    triple = output.routed
     return triple.gemm2_permuted, triple.expert_weights, triple.expanded_idx_to_permuted_idx
 
 

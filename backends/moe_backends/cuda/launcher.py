@@ -70,10 +70,15 @@ def open_engine(
     with torch.cuda.device(group.device):
         sharing = (ranks_per_gpu or ranks_on_my_gpu(group)) * concurrent_tails
         shapes = []
-        for form in configs.usable(chosen, group.size, capacity.max_tokens):
+        for form in configs.usable(chosen, group.size, capacity):
             threads = form.threads(capacity.hidden_size)
-            resident = int(library.resident(threads, form.blocks, int(form.two_shot), vecs))
-            shapes.append(Config(form, threads, configs.group_limit(resident, sharing, form)))
+            limits = [
+                configs.group_limit(
+                    int(library.resident(threads, form.blocks, int(form.two_shot), vecs, quant)), sharing, form
+                )
+                for quant in (False, True)
+            ]
+            shapes.append(Config(form, threads, *limits))
         workspace = allocate(group, capacity)
         device = torch.cuda.current_device()
     handle = library.create(

@@ -31,14 +31,14 @@ T* address(int64_t value) {
 
 void load() { check(moe_tail::load_kernels(), "loading the kernels"); }
 
-int64_t resident(int64_t threads, int64_t cluster, int64_t two_shot, int64_t vecs) {
+int64_t resident(int64_t threads, int64_t cluster, int64_t two_shot, int64_t vecs, bool quant) {
   int groups = 0;
-  const Config config{0, static_cast<int32_t>(threads), static_cast<int32_t>(cluster), static_cast<int32_t>(two_shot), 0};
-  check(moe_tail::resident_groups(config, static_cast<int32_t>(vecs), &groups), "occupancy of the kernels");
+  const Config config{0, static_cast<int32_t>(threads), static_cast<int32_t>(cluster), static_cast<int32_t>(two_shot), 0, 0};
+  check(moe_tail::resident_groups(config, static_cast<int32_t>(vecs), quant, &groups), "occupancy of the kernels");
   return groups;
 }
 
-// `memory`: epochs, aborted, report, stall; `configs`: five numbers each, ordered by max_tokens.
+// `memory`: epochs, aborted, report, stall; `configs`: six numbers each, ordered by max_tokens.
 int64_t create(int64_t device, int64_t rank, int64_t vecs, int64_t top_k, int64_t slot_tokens, int64_t timeout_ns,
                tvm::ffi::Array<int64_t> memory, tvm::ffi::Array<int64_t> slots, tvm::ffi::Array<int64_t> configs) {
   auto* plan = new Plan;
@@ -54,9 +54,10 @@ int64_t create(int64_t device, int64_t rank, int64_t vecs, int64_t top_k, int64_
   base.report = address<moe_tail::Report>(memory[2]);
   base.stall_ns = address<const uint64_t>(memory[3]);
   for (size_t r = 0; r < slots.size(); ++r) base.slots[r] = address<void>(slots[r]);
-  for (size_t i = 0; i + 5 <= configs.size(); i += 5)
+  for (size_t i = 0; i + 6 <= configs.size(); i += 6)
     plan->configs.push_back({configs[i], static_cast<int32_t>(configs[i + 1]), static_cast<int32_t>(configs[i + 2]),
-                             static_cast<int32_t>(configs[i + 3]), static_cast<int32_t>(configs[i + 4])});
+                             static_cast<int32_t>(configs[i + 3]), static_cast<int32_t>(configs[i + 4]),
+                             static_cast<int32_t>(configs[i + 5])});
   return reinterpret_cast<intptr_t>(plan);
 }
 

@@ -18,7 +18,10 @@ using Kernel = void (*)(const Params);
 constexpr int kRanks = MOE_RANKS;
 
 Kernel kernel_of(const Config& config, bool quant) {
-  if (config.cluster > 1) return quant ? cluster_tail<Element, kRanks, true> : cluster_tail<Element, kRanks, false>;
+  if (config.cluster == 4)
+    return quant ? cluster_tail<Element, kRanks, 4, true> : cluster_tail<Element, kRanks, 4, false>;
+  if (config.cluster == 2)
+    return quant ? cluster_tail<Element, kRanks, 2, true> : cluster_tail<Element, kRanks, 2, false>;
   if constexpr (kRanks > 1) {
     if (config.two_shot)
       return quant ? block_tail<Element, kRanks, true, true> : block_tail<Element, kRanks, true, false>;
@@ -32,7 +35,7 @@ int32_t trips(const Config& config, int32_t vecs) {
 }
 
 size_t shared_bytes(const Config& config, int32_t vecs) {
-  size_t vectors = Tail<Element, kRanks, kClusterSize, false, false>::Pipe::kVectors;
+  size_t vectors = Tail<Element, kRanks, kMaxCluster, false, false>::Pipe::kVectors;
   if (config.cluster == 1) {
     const int tokens = kRanks > 1 ? 2 : 1;  // contributed and not finished, and the one before
     vectors = Tail<Element, kRanks, 1, false, false>::Pipe::kVectors + tokens * trips(config, vecs);
@@ -69,11 +72,11 @@ cudaError_t load_kernels() {
   int device = 0, most = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  for (int cluster : {1, kClusterSize})
+  for (int cluster : {1, 2, kMaxCluster})
     for (int two_shot : {0, 1})
       for (bool quant : {false, true}) {
         if (error != cudaSuccess) return error;
-        const Kernel kernel = kernel_of(Config{0, 32, cluster, two_shot, 0}, quant);
+        const Kernel kernel = kernel_of(Config{0, 32, cluster, two_shot, 0, 0}, quant);
         cudaFuncAttributes found;
         error = cudaFuncGetAttributes(&found, kernel);
         if (error == cudaSuccess) {
@@ -84,34 +87,30 @@ cudaError_t load_kernels() {
   return error;
 }
 
-cudaError_t resident_groups(const Config& config, int32_t vecs, int* groups) {
-  *groups = 1 << 30;
+cudaError_t resident_groups(const Config& config, int32_t vecs, bool quant, int* groups) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  for (bool quant : {false, true}) {
-    if (error != cudaSuccess) return error;
-    int count = 0;
-    const Kernel kernel = kernel_of(config, quant);
-    if (config.cluster > 1) {
-      Launch shape(config, vecs, processors, false, nullptr);
-      error = cudaOccupancyMaxActiveClusters(&count, kernel, &shape.config);
-    } else {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, config.threads, shared_bytes(config, vecs));
-      count *= processors;
-    }
-    *groups = std::min(*groups, count);
+  if (error != cudaSuccess) return error;
+  const Kernel kernel = kernel_of(config, quant);
+  if (config.cluster > 1) {
+    Launch shape(config, vecs, processors, false, nullptr);
+    return cudaOccupancyMaxActiveClusters(groups, kernel, &shape.config);
   }
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(groups, kernel, config.threads, shared_bytes(config, vecs));
+  *groups *= processors;
   return error;
 }
 
 cudaError_t launch(Params params, const Config& config, cudaStream_t stream) {
-  const Kernel kernel = kernel_of(config, params.quant != kNoQuant);
+  const bool quant = params.quant != kNoQuant;
+  const Kernel kernel = kernel_of(config, quant);
+  const int64_t limit = quant ? config.max_groups_quant : config.max_groups;
   const int64_t most = kRanks > 1 ? params.slot_tokens : params.call_tokens;
   params.vecs_per_thread = trips(config, params.vecs);
   for (params.token_base = 0; params.token_base < params.call_tokens; params.token_base += most) {
     params.tokens = std::min(most, params.call_tokens - params.token_base);
-    const int64_t groups = std::min<int64_t>(params.tokens, config.max_groups);
+    const int64_t groups = std::min(params.tokens, limit);
     const Launch shape(config, params.vecs, groups, params.flags & kPdl, stream);
     const cudaError_t error = cudaLaunchKernelEx(&shape.config, kernel, static_cast<const Params>(params));
     if (error != cudaSuccess) return error;

@@ -11,9 +11,10 @@ namespace moe_tail {
 struct Config {
   int64_t max_tokens;
   int32_t threads;   // of a block
-  int32_t cluster;   // blocks that share a token: 1 or kClusterSize
+  int32_t cluster;   // blocks that share a token: 1, 2 or 4
   int32_t two_shot;  // 0 or 1
-  int32_t max_groups;  // blocks (or clusters) resident together, hence the grid's limit
+  int32_t max_groups;        // blocks (or clusters) of this rank resident together, hence the grid's limit
+  int32_t max_groups_quant;  // the same for calls with a quantised output, whose kernel takes more registers
 };
 
 // Loads every kernel of this variant now. A kernel that is loaded at its first launch may wait for the device, on
@@ -21,7 +22,7 @@ struct Config {
 cudaError_t load_kernels();
 
 // How many blocks (or clusters) of this configuration are resident on the current device together.
-cudaError_t resident_groups(const Config& config, int32_t vecs, int* groups);
+cudaError_t resident_groups(const Config& config, int32_t vecs, bool quant, int* groups);
 
 // Launches the tail over `params.call_tokens` tokens, in as many launches as the token slots ask for.
 // `params.tokens`, `token_base` and `vecs_per_thread` are set here.

@@ -343,14 +343,13 @@ __device__ __forceinline__ void run_tail(const Params& p) {
   if constexpr (kQuant) tail.zero_tail_rows(first_token, step);
 }
 
-constexpr int kClusterSize = 4;
-// Registers a thread: two blocks of 448 threads or four of 224 on a multiprocessor of 65,536. From four ranks on, the
+// Registers a thread: two blocks of 448 threads or four of 224, as H 7168 takes them, on a multiprocessor of 65,536. From four ranks on, the
 // vectors of up to eight peers are in flight together.
-constexpr int registers(int ranks, bool quant = false) { return (ranks < 4 ? 72 : 96) + (quant ? 8 : 0); }
+constexpr int registers(int ranks, bool quant = false) { return (ranks < 4 ? 72 : 96) + (quant ? 16 : 0); }
 
-template <typename T, int N, bool kQuant>
+template <typename T, int N, int C, bool kQuant>
 __global__ void __maxnreg__(registers(N, kQuant)) cluster_tail(const __grid_constant__ Params p) {
-  run_tail<T, N, kClusterSize, false, kQuant>(p);
+  run_tail<T, N, C, false, kQuant>(p);
 }
 
 template <typename T, int N, bool kTwoShot, bool kQuant>
