@@ -29,7 +29,7 @@ REGISTERS = {1: 88, 2: 88, 4: 112, 8: 112, 16: 112}
 """Most registers a thread of any kernel, by ranks: what kernels/tail.cuh asks for, with its allowance for quantised
 outputs. Without one, 72 keeps two blocks of 448 threads resident (docs/cuda-consumer.md)."""
 KERNELS = {1: 6, 2: 8, 4: 8, 8: 8, 16: 8}
-"""Clusters of four and two, and the block form, one-shot and two-shot where there are peers, each with and without a quantised output."""
+"""Clusters of four and of two, and the block form, one-shot and (with peers) two-shot; each with and without quant."""
 
 
 def report(text: str) -> list[tuple[str, int, int, int]]:
@@ -108,8 +108,12 @@ def test_a_library_is_compiled_once(fake_tools: Path) -> None:
     first = build(VARIANT)
     assert first.read_text() == "built\n" and build(VARIANT) == first
     assert compilations(fake_tools) == 1
-    others = {build(Variant("float16", 2, "90a")), build(Variant("bfloat16", 4, "90a")), build(Variant("bfloat16", 2, "100a")),
-              build(Variant("bfloat16", 2, "90a", test_hooks=True))}  # fmt: skip
+    others = {
+        build(Variant("float16", 2, "90a")),
+        build(Variant("bfloat16", 4, "90a")),
+        build(Variant("bfloat16", 2, "100a")),
+        build(Variant("bfloat16", 2, "90a", test_hooks=True)),
+    }
     assert len(others | {first}) == 5
 
 
@@ -133,7 +137,7 @@ def test_builders_at_the_same_time_compile_once(fake_tools: Path) -> None:
 def test_a_failed_compilation_is_one_line_and_leaves_no_library(fake_tools: Path) -> None:
     """The compiler's first error is the message; a later build tries again."""
     (fake_tools / "broken").touch()
-    with pytest.raises(UnsupportedError, match="compiling tail-bfloat16-n2-sm90a failed: .*no such thing") as caught:
+    with pytest.raises(UnsupportedError, match=r"compiling tail-bfloat16-n2-sm90a failed: .*no such thing") as caught:
         build(VARIANT)
     assert "\n" not in str(caught.value)
     (fake_tools / "broken").unlink()
@@ -154,7 +158,7 @@ def test_a_missing_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(toolchain.os, "access", lambda path, mode: False)
     toolchain.find_nvcc.cache_clear()
-    with pytest.raises(UnsupportedError, match="nvcc .*CUDA_HOME"):
+    with pytest.raises(UnsupportedError, match=r"nvcc .*CUDA_HOME"):
         toolchain.find_nvcc()
     toolchain.find_nvcc.cache_clear()
 

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from moe_backends.cuda import DECLARATION, CudaConsumer, Form, configs, workspace
+from moe_backends.cuda import DECLARATION, CudaConsumer, Form, configs, launcher, workspace
 from moe_backends.cuda.build import SOURCES, WORLD_SIZES
 from moe_backends.cuda.launcher import empty_quantised, quant_code
 from moe_contract import PeerTimeoutError, QuantFormat, QuantRecipe, TailCapacity, UnsupportedError
 
-from .helpers import ThreadGroup, thread_groups
+from .helpers import ThreadGroup, run_ranks, thread_groups
 
 BF16 = torch.bfloat16
 
@@ -108,6 +108,13 @@ def test_too_many_ranks_for_one_gpu_are_refused_with_the_count() -> None:
     assert configs.group_limit(264, 8, Form()) == 33
     with pytest.raises(UnsupportedError, match=r"16 ranks on one GPU .* only 12 clusters"):
         configs.group_limit(12, 16, Form(blocks=4))
+
+
+def test_ranks_agree_on_the_smallest_limits() -> None:
+    """A smaller GPU in the group decides for all, so that every rank takes the same form."""
+    offered = [[(60, 30), (264, 132)], [(62, 28), (200, 140)]]
+    found = run_ranks(thread_groups(2), lambda group: launcher.agreed(group, offered[group.rank]))
+    assert found == [[(60, 28), (200, 132)]] * 2
 
 
 def test_slot_sizes_are_computed_past_32_bits() -> None:

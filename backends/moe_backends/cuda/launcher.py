@@ -69,16 +69,11 @@ def open_engine(
     vecs = capacity.hidden_size // configs.VECTOR
     with torch.cuda.device(group.device):
         sharing = (ranks_per_gpu or ranks_on_my_gpu(group)) * concurrent_tails
-        shapes = []
-        for form in configs.usable(chosen, group.size, capacity):
-            threads = form.threads(capacity.hidden_size)
-            limits = [
-                configs.group_limit(
-                    int(library.resident(threads, form.blocks, int(form.two_shot), vecs, quant)), sharing, form
-                )
-                for quant in (False, True)
-            ]
-            shapes.append(Config(form, threads, *limits))
+        usable = list(configs.usable(chosen, group.size, capacity))
+        limits = agreed(group, [_limits(library, form, capacity.hidden_size, sharing) for form in usable])
+        shapes = [
+            Config(form, form.threads(capacity.hidden_size), *pair) for form, pair in zip(usable, limits, strict=True)
+        ]
         workspace = allocate(group, capacity)
         device = torch.cuda.current_device()
     handle = library.create(
@@ -95,6 +90,26 @@ def open_engine(
     if group.size > 1:
         group.barrier()  # no rank launches before every rank has loaded its kernels and armed its slots
     return Engine(library, workspace, capacity, tuple(shapes), int(handle))
+
+
+def _limits(library: Library, form: Form, hidden_size: int, sharing: int) -> tuple[int, int]:
+    """How many blocks or clusters of one rank may be in flight, without and with a quantised output."""
+    vecs, threads = hidden_size // configs.VECTOR, form.threads(hidden_size)
+    without, with_quant = (
+        configs.group_limit(int(library.resident(threads, form.blocks, int(form.two_shot), vecs, quant)), sharing, form)
+        for quant in (False, True)
+    )
+    return without, with_quant
+
+
+def agreed(group: RankGroup, limits: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The smallest of every rank's limits. They decide the form of a call, and one rank in one-shot with another in
+    two-shot would wait for ever; GPUs of different sizes are thereby no hazard. Collective."""
+    if group.size == 1:
+        return limits
+    mine = torch.tensor(limits, dtype=torch.int64, device=group.device)
+    smallest = torch.stack(group.all_gather(mine)).amin(0).tolist()
+    return [(pair[0], pair[1]) for pair in smallest]
 
 
 def quant_code(recipe: QuantRecipe | None) -> tuple[int, float]:
