@@ -7,7 +7,7 @@ namespace moe_tail {
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopK = 32;       // one lane of a warp holds one slot's index and weight
-constexpr int kGenerations = 2;    // receive slots per token; protocol.md in docs/cuda-consumer.md proves that two suffice
+constexpr int kGenerations = 2;    // receive slots per token and source; docs/cuda-consumer.md proves that two suffice
 constexpr int kVecElems = 8;       // 16-bit elements in a 16-byte vector, the widest access of a thread
 constexpr uint32_t kArmed = 0xFFFFFFFFu;  // two 16-bit NaNs that no conversion from float ever produces (those give 0x7FFF)
 

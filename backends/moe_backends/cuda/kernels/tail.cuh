@@ -36,7 +36,7 @@ struct Local<false> {
 template <typename T, int N, int C, bool kTwoShot, bool kQuant>
 struct Tail {
   static constexpr bool kEager = C > 1;
-  static constexpr int kSources = N < 8 ? N : 8;  // peers' vectors requested before the first is waited for
+  static constexpr int kSources = N > 8 ? 4 : N;  // peers' vectors requested before the first is waited for
   using Token = Local<kEager>;
   // Clusters ask for eight rows at once and keep few bytes, so that many tokens are resident; blocks ask for the next
   // four while the last four are added up.
@@ -344,7 +344,7 @@ __device__ __forceinline__ void run_tail(const Params& p) {
 }
 
 // Registers a thread: two blocks of 448 threads or four of 224, as H 7168 takes them, on a multiprocessor of 65,536. From four ranks on, the
-// vectors of up to eight peers are in flight together.
+// vectors of several peers are in flight together.
 constexpr int registers(int ranks, bool quant = false) { return (ranks < 4 ? 72 : 96) + (quant ? 16 : 0); }
 
 template <typename T, int N, int C, bool kQuant>
