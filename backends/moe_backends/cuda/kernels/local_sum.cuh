@@ -1,0 +1,145 @@
+// One rank's contribution to one token: scale * sum over slots of weight * row, plus the shared output, in float32.
+#pragma once
+
+#include "params.h"
+#include "vec.cuh"
+
+namespace moe_tail {
+
+// The slots of one token, one per lane: a single coalesced load each for the indices and the weights.
+struct Routes {
+  int32_t row;  // negative: absent
+  float weight;
+};
+
+template <typename T>
+__device__ __forceinline__ Routes load_routes(const Params& p, int64_t token) {  // of this launch
+  const int lane = threadIdx.x & 31;
+  Routes r{-1, 0.0f};
+  if (p.map == nullptr && lane == 0 && token < p.tokens) r = {static_cast<int32_t>(p.token_base + token), 1.0f};
+  if (p.map != nullptr && lane < p.top_k && token < p.tokens) {
+    const int64_t at = (p.token_base + token) * p.top_k + lane;
+    r.row = p.map[at];
+    r.weight = p.weights_fp32 ? static_cast<const float*>(p.weights)[at] : scalar<T>(p.weights, at);
+  }
+  return r;
+}
+
+// A sum starts at +0. A finalized row is taken as it is, the sign of its zeros included, hence -0.
+__device__ __forceinline__ void start(const Params& p, float (&acc)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i] = p.map == nullptr ? -0.0f : 0.0f;
+}
+
+// Adds one weighted vector. The product of two 16-bit values is exact in float32 (from 2^-134 on), so one rounding
+// after a fused multiply-add gives the bits of a product and a sum; with a float32 weight each is rounded by itself, as
+// the plain PyTorch reference does.
+template <typename T>
+__device__ __forceinline__ void add_row(uint4 row, float weight, bool wide, float (&acc)[8]) {
+  float f[8];
+  unpack<T>(row, f);
+  if (wide) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] = __fadd_rn(acc[i], __fmul_rn(f[i], weight));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] = __fmaf_rn(f[i], weight, acc[i]);
+  }
+}
+
+// Scale, shared output, the one rounding to publish.
+template <typename T>
+__device__ __forceinline__ uint4 publish(const Params& p, float (&acc)[8], uint4 shared) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i] = __fmul_rn(acc[i], p.scale);
+  if (p.shared != nullptr) {
+    float f[8];
+    unpack<T>(shared, f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] = __fadd_rn(acc[i], f[i]);
+  }
+  return pack<T>(acc);
+}
+
+// The rows of a token on their way through shared memory, kRows at a step. With two stages the next step's rows travel
+// while this one's are added up, across the boundary of tokens too, so that memory is busy while a token is reduced,
+// normed and stored. A thread reads only what it asked for itself, so no barrier is needed.
+template <typename T, bool kResidual, int kRows, int kStages>
+struct RowPipe {
+  static constexpr int kSlots = kRows + 1 + (kResidual ? 1 : 0);  // rows, shared output, residual
+  static constexpr int kVectors = kStages * kSlots;               // of shared memory, a thread
+
+  const Params& p;
+  uint4* column;  // this thread's, in [kVectors][threads]
+  int first_vec;
+  int64_t step;  // between this block's tokens
+  // The step that is asked for next: vector v of `token`, rows from slot k on.
+  int64_t token;
+  int v = 0, k = 0;
+  int stage = 0;  // holds the step that is used next
+
+  __device__ __forceinline__ uint4* at(int in_stage, int slot) const {
+    return column + (in_stage * kSlots + slot) * static_cast<int>(blockDim.x);
+  }
+
+  // `routes` are those of `token`.
+  __device__ __forceinline__ void ask(const Routes& routes, int in_stage) {
+    const int vec = first_vec + v * static_cast<int>(blockDim.x);
+    const bool active = vec < p.vecs && token < p.tokens;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int32_t row = __shfl_sync(~0u, routes.row, k + i);
+      if (row >= 0 && active)
+        copy_async(at(in_stage, i), static_cast<const uint4*>(p.rows) + static_cast<int64_t>(row) * p.vecs + vec);
+    }
+    if (k == 0 && active) {
+      const int64_t offset = (p.token_base + token) * p.vecs + vec;
+      if (p.shared != nullptr) copy_async(at(in_stage, kRows), static_cast<const uint4*>(p.shared) + offset);
+      if constexpr (kResidual)
+        copy_async(at(in_stage, kRows + 1), static_cast<const uint4*>(p.residual) + offset);
+    }
+    commit_copies();
+    k += kRows;
+    if (k < p.top_k) return;
+    k = 0;
+    if (++v < p.vecs_per_thread) return;
+    v = 0;
+    token += step;
+  }
+
+  // The published vector of the next step; `residual` if it is piped. `routes`, `next`: of the current token and of
+  // the one after it.
+  __device__ __forceinline__ uint4 sum(int64_t current, const Routes& routes, const Routes& next, bool active,
+                                       uint4& residual) {
+    float acc[8];
+    start(p, acc);
+    uint4 shared = make_uint4(0, 0, 0, 0);
+    const unsigned present = __ballot_sync(~0u, routes.row >= 0);
+    for (int first = 0; first < p.top_k; first += kRows) {
+      if constexpr (kStages > 1) ask_next(current, routes, next, stage ^ 1);
+      wait_for_all_copies_but<kStages - 1>();
+      if (first == 0 && active) {
+        if (p.shared != nullptr) shared = *at(stage, kRows);
+        if constexpr (kResidual) residual = *at(stage, kRows + 1);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float weight = __shfl_sync(~0u, routes.weight, first + i);
+        // A branch: a NaN weight of an absent slot must vanish. Past the row's end: part of what is never stored.
+        if (present >> (first + i) & 1u) add_row<T>(*at(stage, i), weight, p.weights_fp32, acc);
+      }
+      if constexpr (kStages == 1) {
+        ask_next(current, routes, next, 0);
+      } else {
+        stage ^= 1;
+      }
+    }
+    return publish<T>(p, acc, shared);
+  }
+
+  __device__ __forceinline__ void ask_next(int64_t current, const Routes& routes, const Routes& next, int in_stage) {
+    ask(Routes{token == current ? routes.row : next.row, 0.0f}, in_stage);
+  }
+};
+
+}  // namespace moe_tail

@@ -1,0 +1,89 @@
+// 16-byte vectors of 16-bit elements: loads, stores, conversions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace moe_tail {
+
+// Global to shared memory without registers in between; past L1.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLast>
+__device__ __forceinline__ void wait_for_all_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+}
+
+// System scope, because the other side may be another GPU. A vector is four 32-bit accesses in any order.
+__device__ __forceinline__ uint4 load_shared(const uint4* at) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared(uint4* at, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+// Two 16-bit elements to float and back. The conversion back rounds to nearest even and turns every NaN into 0x7FFF,
+// so that a published value is never the armed pattern (PTX: cvt to f16x2 and bf16x2 gives the canonical NaN).
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ float2 unpack(uint32_t w) {
+    return {__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)};
+  }
+  static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    uint32_t w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+    return w;
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ float2 unpack(uint32_t w) {
+    return __half22float2(*reinterpret_cast<__half2*>(&w));
+  }
+  static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    uint32_t w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+    return w;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void unpack(uint4 v, float (&f)[8]) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 p = Pair<T>::unpack(w[i]);
+    f[2 * i] = p.x;
+    f[2 * i + 1] = p.y;
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 pack(const float (&f)[8]) {
+  return {Pair<T>::pack(f[0], f[1]), Pair<T>::pack(f[2], f[3]), Pair<T>::pack(f[4], f[5]), Pair<T>::pack(f[6], f[7])};
+}
+
+template <typename T>
+__device__ __forceinline__ float scalar(const void* base, int64_t at) {
+  return static_cast<float>(static_cast<const T*>(base)[at]);
+}
+
+}  // namespace moe_tail

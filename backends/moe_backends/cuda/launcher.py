@@ -1,0 +1,218 @@
+"""The launch below the contract: raw tensors, no checks, no allocation, no synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_contract import QuantFormat, QuantRecipe, RankGroup, TailCapacity
+from moe_contract.quant import swizzled_scale_shape
+
+from . import configs
+from .configs import Config, Form
+from .library import Library, load
+from .workspace import Workspace, allocate, ranks_on_my_gpu
+
+SOLO, PDL = 1, 2
+"""Flags of a launch (enum Flag in kernels/params.h).
+
+SOLO: never wait, read the receive slots as they are and leave them so; with ``prefill`` one rank alone can be timed.
+PDL: programmatic dependent launch. Every kernel between two calls that is itself launched so must wait for its
+predecessor (griddepcontrol.wait), or the call after it can overtake the call before it.
+"""
+_NO_QUANT = 0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One rank's opened kernel: library, workspace, launch shapes. ``close`` ends it."""
+
+    library: Library
+    workspace: Workspace
+    capacity: TailCapacity
+    configs: tuple[Config, ...]
+    handle: int
+
+    def close(self) -> None:
+        """Frees the plan; the memory goes with the last reference to the tensors."""
+        self.library.destroy(self.handle)
+
+
+def open_engine(
+    group: RankGroup,
+    capacity: TailCapacity,
+    *,
+    timeout_s: float = 10.0,
+    forms: tuple[Form, ...] | None = None,
+    concurrent_tails: int = 1,
+    ranks_per_gpu: int | None = None,
+    test_hooks: bool = False,
+) -> Engine:
+    """Builds, loads, allocates and arms everything that calls need. Collective.
+
+    Args:
+        group: the ranks.
+        capacity: the largest call.
+        timeout_s: longest wait for a peer inside the kernel.
+        forms: in place of the measured table.
+        concurrent_tails: how many tails run at the same time on one GPU, each on its own stream.
+        ranks_per_gpu: how many ranks a GPU has to hold together; None finds out. For SOLO timing of virtual ranks: 1.
+        test_hooks: the build with stalls.
+
+    Raises:
+        UnsupportedError: this machine cannot build or run the kernels, or the ranks on one GPU do not fit together.
+    """
+    library = load(capacity.dtype, group.size, group.device, test_hooks=test_hooks)
+    chosen = forms or configs.table()[group.size]
+    vecs = capacity.hidden_size // configs.VECTOR
+    with torch.cuda.device(group.device):
+        sharing = (ranks_per_gpu or ranks_on_my_gpu(group)) * concurrent_tails
+        usable = list(configs.usable(chosen, group.size, capacity))
+        limits = agreed(group, [_limits(library, form, capacity.hidden_size, sharing) for form in usable])
+        shapes = [
+            Config(form, form.threads(capacity.hidden_size), *pair) for form, pair in zip(usable, limits, strict=True)
+        ]
+        workspace = allocate(group, capacity)
+        device = torch.cuda.current_device()
+    handle = library.create(
+        device,
+        group.rank,
+        vecs,
+        capacity.top_k,
+        workspace.tokens,
+        int(timeout_s * 1e9),
+        workspace.memory(),
+        [slots.data_ptr() for slots in workspace.slots],
+        [number for shape in shapes for number in shape.numbers()],
+    )
+    if group.size > 1:
+        group.barrier()  # no rank launches before every rank has loaded its kernels and armed its slots
+    return Engine(library, workspace, capacity, tuple(shapes), int(handle))
+
+
+def _limits(library: Library, form: Form, hidden_size: int, sharing: int) -> tuple[int, int]:
+    """How many blocks or clusters of one rank may be in flight, without and with a quantised output."""
+    vecs, threads = hidden_size // configs.VECTOR, form.threads(hidden_size)
+    without, with_quant = (
+        configs.group_limit(int(library.resident(threads, form.blocks, int(form.two_shot), vecs, quant)), sharing, form)
+        for quant in (False, True)
+    )
+    return without, with_quant
+
+
+def agreed(group: RankGroup, limits: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The smallest of every rank's limits. They decide the form of a call, and one rank in one-shot with another in
+    two-shot would wait for ever; GPUs of different sizes are thereby no hazard. Collective."""
+    if group.size == 1:
+        return limits
+    mine = torch.tensor(limits, dtype=torch.int64, device=group.device)
+    smallest = torch.stack(group.all_gather(mine)).amin(0).tolist()
+    return [(pair[0], pair[1]) for pair in smallest]
+
+
+def quant_code(recipe: QuantRecipe | None) -> tuple[int, float]:
+    """The kernel's number of a format (enum Quant) and its scalar argument."""
+    if recipe is None:
+        return _NO_QUANT, 1.0
+    if recipe.format is QuantFormat.FP8_STATIC:
+        return 1, recipe.scale
+    if recipe.format is QuantFormat.FP8_PER_TOKEN:
+        return 2, 1.0
+    return (3 if recipe.scale_layout == "linear" else 4), recipe.global_scale
+
+
+def empty_quantised(residual: Tensor, quant: int) -> tuple[Tensor, Tensor]:
+    """Unwritten ``(quant_out, quant_scale)`` for a call whose residual is ``[T, H]``; ``quant`` as in quant_code."""
+    tokens, hidden = residual.shape
+    if quant in (1, 2):
+        codes = residual.new_empty((tokens, hidden), dtype=torch.float8_e4m3fn)
+        return codes, residual.new_empty((1,) if quant == 1 else (tokens, 1), dtype=torch.float32)
+    codes = residual.new_empty((tokens, hidden // 2), dtype=torch.uint8)
+    shape = (tokens, hidden // 16) if quant == 3 else swizzled_scale_shape(tokens, hidden)
+    return codes, residual.new_empty(shape, dtype=torch.uint8)
+
+
+def launch(
+    engine: Engine,
+    routed: Tensor,
+    weights: Tensor | None,
+    index: Tensor | None,
+    shared: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    residual_out: Tensor | None,
+    norm_out: Tensor | None,
+    quant_out: Tensor | None,
+    quant_scale: Tensor | None,
+    *,
+    scale: float,
+    eps: float,
+    weight_bias: float = 0.0,
+    quant: int = _NO_QUANT,
+    quant_arg: float = 1.0,
+    stream: int,
+    flags: int = 0,
+    config: int = -1,
+) -> None:
+    """Launches one rank's tail on a stream. The caller answers for every shape, dtype, alignment and device.
+
+    Args:
+        engine: from open_engine, or ``CudaTail.engine``.
+        routed: rows ``[P, H]`` with ``weights`` and ``index`` given, else the finalized ``[T, H]``.
+        weights: ``[T, K]`` in the activation dtype or float32.
+        index: ``[T, K]`` int32, -1 for an absent slot.
+        shared: ``[T, H]`` or None.
+        residual: ``[T, H]``; gives T. May be ``residual_out`` itself.
+        norm_weight: ``[H]`` in the activation dtype or float32.
+        residual_out, norm_out: ``[T, H]``; None skips the store.
+        quant_out, quant_scale: as empty_quantised makes them.
+        scale: routed scaling factor.
+        eps, weight_bias: of the norm.
+        quant, quant_arg: from quant_code.
+        stream: the address of a CUDA stream.
+        flags: SOLO, PDL.
+        config: index into ``engine.configs``; -1 picks by T.
+
+    Raises:
+        RuntimeError: CUDA refused the launch.
+    """
+    engine.library.run(
+        engine.handle,
+        config,
+        residual.shape[0],
+        routed.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
+        0 if index is None else index.data_ptr(),
+        0 if shared is None else shared.data_ptr(),
+        residual.data_ptr(),
+        norm_weight.data_ptr(),
+        0 if residual_out is None else residual_out.data_ptr(),
+        0 if norm_out is None else norm_out.data_ptr(),
+        0 if quant_out is None else quant_out.data_ptr(),
+        0 if quant_scale is None else quant_scale.data_ptr(),
+        quant,
+        flags,
+        weights is not None and weights.dtype == torch.float32,
+        norm_weight.dtype == torch.float32,
+        scale,
+        eps,
+        weight_bias,
+        quant_arg,
+        stream,
+    )
+
+
+def prefill(engine: Engine, published: list[Tensor]) -> None:
+    """Fills a rank's receive slots with what its peers would push, for SOLO launches of one-shot forms.
+
+    ``published[r]`` is rank r's rounded contribution ``[T, H]``, T at most ``engine.workspace.tokens``; the own one
+    is not used. ``engine.workspace.rearm()`` on every rank makes the tail ready for real calls again.
+    """
+    group, space = engine.workspace.group, engine.workspace
+    own = space.slots[group.rank].view(published[0].dtype)
+    own = own.view(2, group.size - 1, space.tokens, engine.capacity.hidden_size)
+    for source, value in enumerate(published):
+        if source != group.rank:
+            own[:, source - (source > group.rank), : value.shape[0]] = value
