@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -50,10 +50,10 @@ A prime, so that no expert's rows or columns are another's."""
 
 def make_layer_inputs(case: LayerCase) -> LayerInputs:
     """The inputs of a case. Weights are shared with other cases, and must not be written."""
-    generator = torch.Generator().manual_seed(case.seed * 1_000_003 + 29)
+    generator = _layer_generator(case)
     dtype = torch_dtype(case.dtype)
     routing = _routing(case, generator)
-    experts, shared = _weights(case)
+    experts, shared = _cached_weights(weights_key(case))
     layer = MoELayer(case.hidden_size, case.num_experts, routing, case.activation, experts, shared)
     shape = (case.tokens, case.hidden_size)
     hidden = _draw(case)(shape, 1, generator).to(dtype)
@@ -63,20 +63,25 @@ def make_layer_inputs(case: LayerCase) -> LayerInputs:
 
 
 def make_parts(case: LayerCase) -> list[MoELayer]:
-    """The layer's part on each rank, in rank order: ``ep`` groups of ``ranks / ep`` tensor-parallel ranks."""
-    key = case.model_copy(update={"tokens": 0, "skew": False, "router_dtype": "float32", "weight_bias": 0.0})
-    return _cached_parts(key)
+    """The layer's part on each rank, in rank order: ``ep`` groups of ``ranks / ep`` tensor-parallel ranks.
+
+    Their weights are shared with other cases, and must not be written.
+    """
+    routing = _routing(case, _layer_generator(case))
+    return [replace(part, routing=routing) for part in _cached_parts(weights_key(case), case.ranks, case.ep)]
+
+
+def weights_key(case: LayerCase) -> LayerCase:
+    """The case with every field at rest that its weights do not depend on."""
+    return case.model_copy(update=_NEUTRAL | {name: getattr(case, name) for name in WEIGHT_FIELDS})
 
 
 @lru_cache(maxsize=1)
-def _cached_parts(case: LayerCase) -> list[MoELayer]:
-    layer = make_layer_inputs(case).layer
-    tp = case.ranks // case.ep
-    return [layer.shard(rank % tp, tp, rank // tp, case.ep) for rank in range(case.ranks)]
-
-
-def _weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
-    return _cached_weights(case.model_copy(update=_NEUTRAL | {name: getattr(case, name) for name in WEIGHT_FIELDS}))
+def _cached_parts(key: LayerCase, ranks: int, ep: int) -> list[MoELayer]:
+    experts, shared = _cached_weights(key)
+    layer = MoELayer(key.hidden_size, key.num_experts, Routing(key.method, 1), key.activation, experts, shared)
+    tp = ranks // ep
+    return [layer.shard(rank % tp, tp, rank // tp, ep) for rank in range(ranks)]
 
 
 @lru_cache(maxsize=1)
@@ -86,6 +91,10 @@ def _cached_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | Non
     if not case.shared_intermediate_size:
         return experts, None
     return experts, _experts(case, 1, case.shared_intermediate_size, False, generator)
+
+
+def _layer_generator(case: LayerCase) -> torch.Generator:
+    return torch.Generator().manual_seed(case.seed * 1_000_003 + 29)
 
 
 _NEUTRAL = {"tokens": 0, "top_k": 1, "ranks": 1, "ep": 1, "method": RoutingMethod.DEFAULT, "scale": 1.0, "skew": False,

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from moe_conformance import suite
 from moe_conformance.case_selection import select_cases
+from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.layer_data import weights_key
 from moe_conformance.marks import ConformanceTest, Kind, metadata
 from moe_conformance.profiles import get_profile
 
@@ -90,6 +92,13 @@ def parameters(test: ConformanceTest, request: PlanRequest) -> list[Parameter]:
         return []
     cases = select_cases(get_profile(request.profile), test, request.ranks, request.seed)
     return [Parameter(producer=p, consumer=c, case=case) for case in cases for p, c in _backends(test.kind, request)]
+
+
+def inputs_key(case: LayerCase | TailCase) -> tuple[str, ...]:
+    """Cases that share inputs have keys that sort next to one another: first the layer's weights, then its ranks."""
+    if isinstance(case, LayerCase):
+        return ("layer", weights_key(case).id, f"{case.ranks:03}", f"{case.ep:03}", case.id)
+    return ("tail", case.id)
 
 
 def plan(request: PlanRequest) -> list[PlannedCase]:

@@ -79,12 +79,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drops the placeholders that pytest makes for tests without a case."""
+    """Drops the placeholders that pytest makes for tests without a case; puts cases of the same inputs together."""
     kept = [item for item in items if _test_of(item) is None or _parameter(item) is not None]
     dropped = [item for item in items if item not in set(kept)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    # Weights, rows and truths are made once for cases that share them, if these run one after the other.
+    items[:] = sorted(kept, key=_inputs_key)
+
+
+def _inputs_key(item: pytest.Item) -> tuple[str, ...]:
+    parameter = _parameter(item)
+    if parameter is None:
+        return ()
+    from moe_conformance.plan import inputs_key
+
+    return inputs_key(parameter.case)
 
 
 @cache

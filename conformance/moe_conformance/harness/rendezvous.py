@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from moe_conformance.harness.turns import FreeForAll, Turns
 from moe_contract import PeerTimeoutError
 
 
@@ -23,11 +24,13 @@ class Rendezvous:
     Args:
         size: the number of ranks.
         timeout_s: the longest wait for a peer, in seconds.
+        turns: whose turn a rank gives up while it waits.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, turns: Turns | None = None) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.turns = turns or FreeForAll()
         self._condition = threading.Condition()
         self._generation = 0
         self._waiting: dict[int, tuple[str, Any]] = {}
@@ -43,7 +46,7 @@ class Rendezvous:
             PeerFailedError: a peer raised.
             PeerTimeoutError: a peer did not come in time.
         """
-        with self._condition:
+        with self.turns.given_up(), self._condition:
             generation = self._generation
             self._waiting[rank] = (call, value)
             if len(self._waiting) == self.size:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.harness.rendezvous import CollectiveMismatchError, PeerFailedError, Rendezvous
+from moe_conformance.harness.turns import FreeForAll, Turns
 from moe_contract import PeerTimeoutError
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class _Ranks(Generic[T]):
 
     def _run(self, group: ThreadRankGroup) -> None:
         try:
-            with torch.no_grad(), _own_stream(group.device):
+            with torch.no_grad(), self.meet.turns.turn(), _own_stream(group.device):
                 self.results[group.rank] = self.function(group)
                 group._synchronize()
             self.meet.end(group.rank)
@@ -160,7 +161,9 @@ def run_ranks(
         HungRanksError: a rank neither returned nor raised in time; its thread is abandoned.
         BaseException: whatever the first failing rank raised.
     """
-    meet = Rendezvous(size, peer_timeout_s or timeout_s)
+    # On a GPU a rank may wait inside a kernel for what its peers have yet to launch, so nobody there waits for a turn.
+    turns = Turns() if torch.device(device).type == "cpu" else FreeForAll()
+    meet = Rendezvous(size, peer_timeout_s or timeout_s, turns)
     groups = [ThreadRankGroup(rank, meet, torch.device(device)) for rank in range(size) if rank not in absent]
     ranks = _Ranks(function, groups, meet)
     ranks.join(timeout_s)

@@ -108,7 +108,8 @@ def pytest_arguments(request: PlanRequest, shard: Shard | None, workers: int, ti
     plugins = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
     for name in ("xdist.plugin", "moe_conformance.plugin", "moe_conformance.runner.worker"):
         plugins += ["-p", name]
-    spread = ["-n", str(workers), "--max-worker-restart", str(MOST_CRASHES)]
+    # worksteal hands each worker one stretch of the cases, which keeps those of the same inputs together.
+    spread = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", str(MOST_CRASHES)]
     options = ["--moe-profile", request.profile, "--moe-device", request.device, "--moe-seed", str(request.seed)]
     options += ["--moe-timeout", str(timeout_s)]
     repeated = {
