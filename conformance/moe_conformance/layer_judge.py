@@ -28,11 +28,13 @@ def judge_rank(output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause
     index = output.expanded_idx_to_permuted_idx.long().cpu()
     rows = _gather(output.gemm2_permuted.cpu(), index)
     weights = output.expert_weights.cpu().double()
-    truth = _aligned(truth, rows, index >= 0, weights)
+    row_ratio = _ratio(rows, truth.rows, truth.row_bounds).amax(-1)
+    aligned = _aligned(truth, rows, index >= 0, weights, row_ratio <= 1.0)
+    if aligned is not truth:
+        truth, row_ratio = aligned, _ratio(rows, aligned.rows, aligned.row_bounds).amax(-1)
     presence = _presence(index >= 0, truth, rank)
     if presence is not None:
         return RowJudgement(float("inf"), presence)
-    row_ratio = _ratio(rows, truth.rows, truth.row_bounds).amax(-1)
     row_ratio = torch.where(truth.present, row_ratio, 0.0)
     weight_ratio = _ratio(weights, truth.weights, truth.weight_bounds)
     headroom = max(float(row_ratio.max()), float(weight_ratio.max())) if row_ratio.numel() else 0.0
@@ -56,12 +58,11 @@ def _ratio(got: Tensor, value: Tensor, bound: Tensor) -> Tensor:
     return torch.where(error.isnan(), torch.inf, torch.where(error == 0, 0.0, ratio))
 
 
-def _aligned(truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor) -> RankTruth:
+def _aligned(truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor, fits: Tensor) -> RankTruth:
     """The truth with its slots in the order the producer chose. The contract leaves the order within a token open.
 
     A slot's expert is told by its row; absent slots, and tokens whose rows fit none, keep the oracle's order.
     """
-    fits = _ratio(rows, truth.rows, truth.row_bounds).amax(-1) <= 1.0
     in_order = (present == truth.present) & (fits | ~present)
     tokens = (~in_order.all(1)).nonzero().reshape(-1).tolist()
     if not tokens:

@@ -96,8 +96,8 @@ class ExpertWeights:
     gate_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def select(self, experts: slice) -> ExpertWeights:
-        """The part that holds these experts."""
+    def select(self, experts: slice | Tensor) -> ExpertWeights:
+        """The part that holds these experts: a slice, or their indices as an int64 tensor."""
         optional = (self.gate, self.up_bias, self.gate_bias, self.down_bias)
         gate, up_bias, gate_bias, down_bias = (None if tensor is None else tensor[experts] for tensor in optional)
         return ExpertWeights(self.up[experts], self.down[experts], gate, up_bias, gate_bias, down_bias)

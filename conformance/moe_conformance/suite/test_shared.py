@@ -28,7 +28,9 @@ def test_layer_hands_over_each_ranks_own_partial(layer: LayerSubject) -> None:
     for rank, output in enumerate(outputs):
         part = layer.parts[rank]
         assert part.shared is not None and not isinstance(output, Tensor)
-        expected, bound = mlp(part.shared, part.activation, tokens, part.dtype, layer.declaration.intermediate_dtype)
+        batch = tokens.unsqueeze(0)
+        truth = mlp(part.shared, part.activation, batch, part.dtype, layer.declaration.intermediate_dtype)
+        expected, bound = (tensor.squeeze(0) for tensor in truth)
         shared = output.shared_output
         if shared is None or shared.shape != expected.shape:
             got = "None" if shared is None else str(list(shared.shape))
