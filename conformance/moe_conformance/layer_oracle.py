@@ -65,7 +65,9 @@ def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName
     tokens = inputs.hidden_states.to(EXACT)
     shape = (*routed.ids.shape, part.hidden_size)
     rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
-    for experts in local[present].unique().split(EXPERTS_AT_ONCE):
+    active = local[present].unique()
+    for first in range(0, len(active), EXPERTS_AT_ONCE):
+        experts = active[first : first + EXPERTS_AT_ONCE]
         token, slot = _routes_by_expert(local, experts)
         used = token >= 0
         batch = torch.where(used.unsqueeze(-1), tokens[token.clamp(min=0)], 0.0)

@@ -82,7 +82,7 @@ CORE = Profile(
     "core",
     default_ranks=(1, 2, 4, 8, 16),
     layers=LayerLimits(tokens=17, hidden_size=2880, num_experts=16, intermediate_size=32),
-    few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 2880), ranks=(1, 2, 4, 8, 16)),
+    few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 960), ranks=(1, 2, 4, 8, 16)),
     wide=Axes(
         tokens=(1, 2, 5, 8, 17, 33, 65, 127, 129),
         top_k=(1, 2, 3, 4, 6, 8, 10, 16, 22),

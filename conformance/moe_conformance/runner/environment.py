@@ -14,6 +14,8 @@ from types import FrameType
 SET = {
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # the user's other pytest plugins are not part of the suite
     "OMP_NUM_THREADS": "1",  # read when a worker imports torch: workers times threads would exceed the cores
+    # A kernel that is loaded at its first launch may wait for a device on which a peer's kernel already waits for it.
+    "CUDA_MODULE_LOADING": "EAGER",
 }
 REMOVED_PREFIX = "PYTEST_"
 """The user's own settings, such as PYTEST_ADDOPTS, and those of an outer pytest run."""

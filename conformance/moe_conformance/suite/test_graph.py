@@ -23,7 +23,8 @@ def _alone(case: TailCase) -> bool:
 
 
 @clause("GRAPH-1")
-@tails({"stratum": "normal", "shared": True, "scale": 2.5, "absent": "quarter"}, where=_alone)
+# No slot is absent: how many are would differ from batch to batch, and so would the size of the captured buffers.
+@tails({"stratum": "normal", "shared": True, "scale": 2.5}, where=_alone)
 def test_graph_replay_equals_eager(tail: TailSubject) -> None:
     """Captured once and replayed over new inputs, a call gives the bits of an eager call."""
     tail.require_support()
