@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judge import same_bits
@@ -61,6 +62,31 @@ def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput]) -> None:
         layer.record(judgement.headroom)
         if judgement.violation is not None:
             raise ClauseBrokenError([judgement.violation], judgement.headroom)
+
+
+def require_within(
+    result: Tensor, value: Tensor, bound: Tensor, *, clause: str, field: str, rank: int, layer: LayerSubject
+) -> None:
+    """Raises where ``result [T, H]`` is not within ``bound`` of ``value``; NaN is not. Records the headroom."""
+    got = result.cpu().double()
+    error = (got - value.cpu()).abs()
+    ratio = torch.where(error == 0, 0.0, error / bound.cpu()).nan_to_num(nan=torch.inf)
+    headroom = float(ratio.max()) if ratio.numel() else 0.0
+    layer.record(headroom)
+    if headroom <= 1.0:
+        return
+    token, column = divmod(int(ratio.argmax()), value.shape[1])
+    found = Violation(
+        clause=clause,
+        field=field,
+        got=f"{float(got[token, column]):.7g}",
+        expected=f"{float(value[token, column]):.7g}, bound {float(bound[token, column]):.3g}",
+        rank=rank,
+        token=token,
+        column=column,
+        count=int((ratio > 1.0).sum()),
+    )
+    raise ClauseBrokenError([found], headroom)
 
 
 def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:

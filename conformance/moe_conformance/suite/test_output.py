@@ -7,15 +7,16 @@ from torch import Tensor
 
 from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same, require_unwritten
+from moe_conformance.suite.steps import require_same, require_unwritten, require_within
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import UnsupportedCaseError
-from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
+from moe_contract import PrecomputedRouting, RoutingMethod, TailOutput, UnfinalizedMoEOutput
 
 
 def _multi_rank(case: LayerCase) -> bool:
@@ -29,6 +30,22 @@ def test_output_is_a_tensor_or_the_triple(layer: LayerSubject) -> None:
     for defer in (True, False):
         config = layer.config(defer=defer)
         layer.require_contract(layer.run(config), config)
+
+
+@clause("OUT-1")
+@layers(
+    {},
+    {"method": "deepseek-v3", "scale": 2.5, "ep": 2},
+    # Routing that weights an expert's input gives other rows, for which there is no bound yet.
+    where=lambda case: case.method is not RoutingMethod.LLAMA4,
+)
+def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
+    """A finalized output is this rank's weighted sum of its experts, whether or not the producer can defer."""
+    for rank, output in enumerate(layer.run(layer.config(defer=False))):
+        layer.require_contract([output], layer.config(defer=False))
+        assert isinstance(output, Tensor)
+        value, bound = finalized_truth(layer.truth(rank), output.dtype)
+        require_within(output, value, bound, clause="OUT-1", field="routed", rank=rank, layer=layer)
 
 
 @clause("OUT-1")
