@@ -45,6 +45,7 @@ def local_sum(
     dtype: torch.dtype,
     profile: RoundingProfile,
     placement: ScalePlacement,
+    scale: float = 1.0,
 ) -> Tensor:
     """Error of one rank's published contribution.
 
@@ -55,16 +56,18 @@ def local_sum(
         dtype: the activation dtype, in which it is published.
         profile: where the consumer rounds.
         placement: where it applies the scale.
+        scale: the routed scaling factor; what underflowed before it is enlarged by it.
     """
+    enlarged = max(1.0, abs(scale))
     if profile is RoundingProfile.STEP_ROUNDED:
-        # Each term is rounded once as a product and once per addition that follows it; each of the roundings may
-        # also underflow, and a scale above 1 enlarges those that came before it by at most magnitude / value.
+        # Each term is rounded once as a product and once per addition that follows it. Each of the roundings may also
+        # underflow, by eta, and a scale above 1 enlarges that; 2 covers the relative growth of the underflows.
         steps = roundings + 1
         relative = torch.pow((1.0 + UNIT_ROUNDOFF[dtype]) * (1.0 + U32), steps) - 1.0
-        return relative * magnitude + 2 * steps * ETA[dtype]
+        return relative * magnitude + 2 * steps * enlarged * ETA[dtype]
     extra = 1.0 if placement is ScalePlacement.WEIGHTS else 0.0
     n = roundings + extra
-    return store(value, n * U32 / (1.0 - n * U32) * magnitude + n * ETA[torch.float32], dtype)
+    return store(value, n * U32 / (1.0 - n * U32) * magnitude + n * enlarged * ETA[torch.float32], dtype)
 
 
 def rank_sum(magnitude: Tensor, errors: Tensor, ranks: int, dtype: torch.dtype, profile: RoundingProfile) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...]
         if profile.model is not None:
             fields |= _model_fields(profile.model)
         if "ep" in variant:
-            fields["ep"] = min(fields["ranks"], variant["ep"])
+            fields["ep"] = math.gcd(fields["ranks"], variant["ep"])
         if fields["method"] == "llama4":
             fields["top_k"] = 1
         cases.append(LayerCase(**fields))

@@ -74,7 +74,13 @@ def residual_truth(inputs: TailInputs, declaration: ConsumerDeclaration) -> Trut
     for output in inputs.outputs:
         part = local_part(output)
         own = bounds.local_sum(
-            part.value, part.magnitude, part.roundings, dtype, declaration.profile, declaration.scale_placement
+            part.value,
+            part.magnitude,
+            part.roundings,
+            dtype,
+            declaration.profile,
+            declaration.scale_placement,
+            float(output.routed_scaling_factor),
         )
         total, error, magnitude = total + part.value, error + own, magnitude + part.value.abs() + own
     error = bounds.rank_sum(magnitude, error, len(inputs.outputs), dtype, declaration.profile)

@@ -74,7 +74,7 @@ SMOKE = Profile(
     "smoke",
     default_ranks=(1, 2),
     tail_elements=2**19,
-    layers=LayerLimits(tokens=8, hidden_size=512, num_experts=16, intermediate_size=32),
+    layers=LayerLimits(tokens=9, hidden_size=512, num_experts=16, intermediate_size=32),
     few=Axes(tokens=(5,), top_k=(4,), hidden_size=(256,), ranks=(1, 2), dtypes=("bfloat16",)),
     wide=Axes(tokens=(1, 17), top_k=(3, 8), hidden_size=(256, 2688), ranks=(1, 2)),
 )

@@ -27,6 +27,8 @@ def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str)
 
 def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: str) -> str | None:
     """Why this producer does not claim this case; None when it does."""
+    if uneven := _uneven_split(case):
+        return uneven
     limit = declared.max_experts
     checks = {
         f"routing method {case.method.value}": case.method in declared.routing_methods,
@@ -36,6 +38,18 @@ def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: st
         f"{case.num_experts} experts (declared: at most {limit})": limit is None or case.num_experts <= limit,
     }
     return _first_missing(declared, checks, case, device)
+
+
+def _uneven_split(case: LayerCase) -> str | None:
+    """Why the case's layer cannot be split over its ranks; None when it can."""
+    if case.ranks % case.ep or case.num_experts % case.ep:
+        return f"{case.num_experts} experts on {case.ranks} ranks cannot be split over {case.ep} expert-parallel groups"
+    size = case.ranks // case.ep
+    if case.intermediate_size % size:
+        return f"intermediate size {case.intermediate_size} cannot be split over {size} tensor-parallel ranks"
+    if case.shared_intermediate_size % case.ranks:
+        return f"the shared expert's {case.shared_intermediate_size} columns cannot be split over {case.ranks} ranks"
+    return None
 
 
 def _first_missing(

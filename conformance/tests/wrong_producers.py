@@ -24,13 +24,18 @@ class WrongProducer:
     change: Change | None = None
     config: Callable[[MoEConfig], MoEConfig] | None = None
     call: Callable[[Any, MoELayer, MoEConfig, Tensor, Any], Routed] | None = None
+    can_defer: bool = True
 
     @property
     def declaration(self) -> ProducerDeclaration:
-        return load_producer("reference").declaration.model_copy(update={"name": self.name})
+        return load_producer("reference").declaration.model_copy(
+            update={"name": self.name, "can_defer": self.can_defer}
+        )
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Routed]:
         seen = self.config(config) if self.config else config
+        if not self.can_defer:
+            seen = MoEConfig(defer_moe_finalize=False)
         loaded = load_producer("reference").load(layer, seen)
 
         def run(hidden_states: Tensor, router_logits: Any) -> Routed:
@@ -141,6 +146,10 @@ class BorrowingProducer(WrongProducer):
         return WrongProducer(self.name, change=_Borrowed()).load(layer, config)
 
 
+def _zeros(loaded: Any, layer: MoELayer, config: MoEConfig, hidden_states: Tensor, router_logits: Any) -> Routed:
+    return torch.zeros_like(loaded(hidden_states, router_logits))
+
+
 WRONG_PRODUCERS: dict[str, tuple[WrongProducer, str]] = {
     producer.name: (producer, clause)
     for producer, clause in (
@@ -159,6 +168,7 @@ WRONG_PRODUCERS: dict[str, tuple[WrongProducer, str]] = {
         (WrongProducer("frozen-flag", config=lambda config: config.model_copy()), "DEFER-2"),
         (WrongProducer("hidden-states-overwritten", call=_overwrites), "OUT-4"),
         (BorrowingProducer("buffer-reused"), "OUT-5"),
+        (WrongProducer("zeros", call=_zeros, can_defer=False), "OUT-1"),
     )
 }
 """Each with the clause that it breaks."""

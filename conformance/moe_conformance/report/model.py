@@ -138,8 +138,8 @@ class Report(_Record):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Ids of the manifest without a result."""
-        present = {case.id for case in self.cases}
+        """Ids of the manifest that did not run."""
+        present = {case.id for case in self.cases if case.verdict is not Verdict.NOT_RUN}
         return tuple(case_id for case_id in self.manifest if case_id not in present)
 
     @property

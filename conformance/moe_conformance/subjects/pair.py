@@ -56,8 +56,11 @@ class PairSubject:
 
     @property
     def headroom(self) -> float | None:
-        """The largest error / bound of the tail."""
-        return self.tail.headroom
+        """The largest error / bound of either stage; None where neither was judged."""
+        # Asked for after a failure too, where a tail that was never needed may be impossible to make.
+        tail: TailSubject | None = vars(self).get("tail")
+        judged = [stage.headroom for stage in (self.layer, tail) if stage is not None and stage.headroom is not None]
+        return max(judged, default=None)
 
     def negotiation(self) -> Negotiation:
         """Whether this producer may hand this consumer an unfinalized output of this size (DEFER-4)."""

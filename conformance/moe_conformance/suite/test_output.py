@@ -41,8 +41,10 @@ def test_output_is_a_tensor_or_the_triple(layer: LayerSubject) -> None:
 )
 def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
     """A finalized output is this rank's weighted sum of its experts, whether or not the producer can defer."""
-    for rank, output in enumerate(layer.run(layer.config(defer=False))):
-        layer.require_contract([output], layer.config(defer=False))
+    config = layer.config(defer=False)
+    outputs = layer.run(config)
+    layer.require_contract(outputs, config)
+    for rank, output in enumerate(outputs):
         assert isinstance(output, Tensor)
         value, bound = finalized_truth(layer.truth(rank), output.dtype)
         require_within(output, value, bound, clause="OUT-1", field="routed", rank=rank, layer=layer)
