@@ -203,6 +203,13 @@ class OwnDataTwice(PlainTail):
         return total if self.group.size == 1 else total + local.float()
 
 
+class RoundedAtEachRank(PlainTail):
+    """Rounds the sum at each rank (profile B), though it declares float32 (profile C)."""
+
+    def reduce(self, local: Tensor) -> Tensor:
+        return self.group.all_reduce(local).float()
+
+
 class SharedAddedAfterReduction(PlainTail):
     """Each rank adds every rank's shared output again after the reduction."""
 
@@ -264,6 +271,7 @@ WRONG_CONSUMERS: dict[type[PlainTail], str] = {
     SharedScaled: "SHARED-2",
     ScaleTwice: "SCALE-1",
     ScaleForgotten: "SCALE-1",
+    RoundedAtEachRank: "NUM-1",
     RankMissing: "RED-1",
     OwnDataTwice: "RED-1",
     SharedAddedAfterReduction: "SHARED-1",
