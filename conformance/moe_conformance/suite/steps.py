@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_conformance.judge import same_bits
+from moe_conformance.judge import judge, same_bits
 from moe_conformance.layer_judge import judge_rank
+from moe_conformance.oracle import Truth
 from moe_conformance.subjects.calls import first_line
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput
-from moe_conformance.subjects.tail import TailSubject
+from moe_conformance.subjects.tail import TailSubject, violation
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError
 from moe_contract import (
@@ -67,6 +68,14 @@ def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:
     if isinstance(output, Tensor):
         raise ClauseBrokenError([finalized_too_soon(output, 0)])
     return output
+
+
+def require_within(layer: LayerSubject, got: Tensor, truth: Truth, clause: str, field: str, rank: int) -> None:
+    """Raises at the first element of ``got [T, H]``, on any device, that is out of its bound; NaN is out of any."""
+    judgement = judge(got.cpu(), truth, exact=False)
+    layer.record(judgement.headroom)
+    if not judgement.accepted:
+        raise ClauseBrokenError([violation(clause, field, judgement, rank, "")], judgement.headroom)
 
 
 def require_identical(
