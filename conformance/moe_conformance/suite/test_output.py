@@ -7,12 +7,14 @@ from torch import Tensor
 
 from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.oracle import Truth
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same, require_unwritten
+from moe_conformance.suite.steps import require_same, require_unwritten, require_within
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
@@ -29,6 +31,20 @@ def test_output_is_a_tensor_or_the_triple(layer: LayerSubject) -> None:
     for defer in (True, False):
         config = layer.config(defer=defer)
         layer.require_contract(layer.run(config), config)
+
+
+@clause("OUT-1")
+@layers({}, {"method": "llama4", "top_k": 1}, {"method": "deepseek-v3", "scale": 2.5}, {"biases": True, "ep": 2})
+def test_finalized_tensor_is_the_layers_output(layer: LayerSubject) -> None:
+    """What a producer finalizes, by itself or with deferral off, is every rank's weighted sum within its bound."""
+    for defer in (False, True):
+        config = layer.config(defer=defer)
+        outputs = layer.run(config)
+        layer.require_contract(outputs, config)
+        for rank, output in enumerate(outputs):
+            if isinstance(output, Tensor):
+                truth = Truth(*finalized_truth(layer.truth(rank), output.dtype))
+                require_within(layer, output, truth, "OUT-1", "routed (finalized)", rank)
 
 
 @clause("OUT-1")
