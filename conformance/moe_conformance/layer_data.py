@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_conformance import routing_oracle
 from moe_conformance.cases import LayerCase
+from moe_conformance.latest import Latest
 from moe_contract import ExpertWeights, MoELayer, PrecomputedRouting, Routing, RoutingMethod
 from moe_contract.dtypes import torch_dtype
 
@@ -53,7 +54,7 @@ def make_layer_inputs(case: LayerCase) -> LayerInputs:
     generator = _layer_generator(case)
     dtype = torch_dtype(case.dtype)
     routing = _routing(case, generator)
-    experts, shared = _cached_weights(weights_key(case))
+    experts, shared = _weights(weights_key(case))
     layer = MoELayer(case.hidden_size, case.num_experts, routing, case.activation, experts, shared)
     shape = (case.tokens, case.hidden_size)
     hidden = _draw(case)(shape, 1, generator).to(dtype)
@@ -68,7 +69,7 @@ def make_parts(case: LayerCase) -> list[MoELayer]:
     Their weights are shared with other cases, and must not be written.
     """
     routing = _routing(case, _layer_generator(case))
-    return [replace(part, routing=routing) for part in _cached_parts(weights_key(case), case.ranks, case.ep)]
+    return [replace(part, routing=routing) for part in _parts(weights_key(case), case.ranks, case.ep)]
 
 
 def weights_key(case: LayerCase) -> LayerCase:
@@ -76,21 +77,36 @@ def weights_key(case: LayerCase) -> LayerCase:
     return case.model_copy(update=_NEUTRAL | {name: getattr(case, name) for name in WEIGHT_FIELDS})
 
 
-@lru_cache(maxsize=1)
-def _cached_parts(key: LayerCase, ranks: int, ep: int) -> list[MoELayer]:
-    experts, shared = _cached_weights(key)
+def _parts(key: LayerCase, ranks: int, ep: int) -> list[MoELayer]:
+    experts, shared = _weights(key)
     layer = MoELayer(key.hidden_size, key.num_experts, Routing(key.method, 1), key.activation, experts, shared)
     tp = ranks // ep
+    make = partial(_shard, layer, ranks, tp, ep)
+    return _LATEST_PARTS.get((key, ranks, ep), make)
+
+
+def _shard(layer: MoELayer, ranks: int, tp: int, ep: int) -> list[MoELayer]:
     return [layer.shard(rank % tp, tp, rank // tp, ep) for rank in range(ranks)]
 
 
-@lru_cache(maxsize=1)
-def _cached_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
+def _weights(key: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
+    def make() -> tuple[ExpertWeights, ExpertWeights | None]:
+        _LATEST_PARTS.drop()
+        return _make_weights(key)
+
+    return _LATEST_WEIGHTS.get(key, make)
+
+
+def _make_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + 31)
     experts = _experts(case, case.num_experts, case.intermediate_size, case.biases, generator)
     if not case.shared_intermediate_size:
         return experts, None
     return experts, _experts(case, 1, case.shared_intermediate_size, False, generator)
+
+
+_LATEST_WEIGHTS: Latest[LayerCase, tuple[ExpertWeights, ExpertWeights | None]] = Latest()
+_LATEST_PARTS: Latest[tuple[LayerCase, int, int], list[MoELayer]] = Latest()
 
 
 def _layer_generator(case: LayerCase) -> torch.Generator:

@@ -138,7 +138,7 @@ def mlp(
     *,
     token_error: _InputError | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows ``[E, R, H]`` and their bounds."""
+    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds."""
     up, up_error = _first_gemm(tokens, token_error, experts.up, experts.up_bias)
     if experts.gate is None:
         inner, error = up.clamp(min=0).square(), 2.0 * up.abs() * up_error + up_error.square()

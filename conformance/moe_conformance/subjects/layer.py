@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.latest import Latest
 from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_parts
 from moe_conformance.layer_oracle import RankRows, RankTruth, rank_rows, rank_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
@@ -31,7 +32,12 @@ from moe_contract.forward import MoEForward
 from moe_contract.outputs import MoEOutput
 
 RoutedOutput = Tensor | UnfinalizedMoEOutput
-cached_inputs = lru_cache(maxsize=2)(make_layer_inputs)
+_LATEST_INPUTS: Latest[LayerCase, LayerInputs] = Latest()
+
+
+def cached_inputs(case: LayerCase) -> LayerInputs:
+    """The inputs of a case, kept until another case's are asked for."""
+    return _LATEST_INPUTS.get(case, lambda: make_layer_inputs(case))
 
 
 @lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, tails
-from moe_conformance.oracle import EXACT, Truth, local_part
+from moe_conformance.oracle import EXACT, local_part
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
@@ -159,9 +159,9 @@ def test_deferred_equals_finalized(layer: LayerSubject) -> None:
         if not isinstance(tensor, Tensor):
             expected = "a finalized tensor: the flag is off"
             raise ClauseBrokenError([Violation(clause="DEFER-1", field="routed", got="unfinalized", expected=expected)])
-        truth = Truth(*finalized_truth(layer.truth(rank), tensor.dtype))
+        value, bound = finalized_truth(layer.truth(rank), tensor.dtype)
         for form, result in (("deferred, then finalized", finalize(triple)), ("finalized by the kernel", tensor)):
-            require_within(layer, result, truth, "DEFER-5", f"routed ({form})", rank)
+            require_within(result, value, bound, clause="DEFER-5", field=f"routed ({form})", rank=rank, layer=layer)
 
 
 @clause("DEFER-6")
@@ -214,7 +214,8 @@ def _refused(call: Callable[[], object]) -> bool:
 
 def _judge_completed(outputs: list[MoEOutput | Tensor], completed: Tensor, layer: LayerSubject) -> None:
     """The completed sum against the exact one; ``complete`` rounds like profile B."""
-    dtype, cpu = completed.dtype, torch.device("cpu")
+    dtype = completed.dtype
+    cpu = torch.device("cpu")
     parts = [local_part(move_output(output, cpu)) for output in outputs if not isinstance(output, Tensor)]
     total = torch.zeros(completed.shape, dtype=EXACT)
     errors, magnitude = torch.zeros_like(total), torch.zeros_like(total)
@@ -222,4 +223,4 @@ def _judge_completed(outputs: list[MoEOutput | Tensor], completed: Tensor, layer
         own = bounds.store(part.value, (part.roundings + 1) * bounds.U32 * part.magnitude, dtype)
         total, errors, magnitude = total + part.value, errors + own, magnitude + part.value.abs() + own
     bound = errors + bounds.growth(len(parts), dtype) * magnitude + bounds.ETA[dtype] * len(parts)
-    require_within(layer, completed, Truth(total, bound), "DEFER-6", "routed (completed)", 0)
+    require_within(completed, total, bound, clause="DEFER-6", field="routed (completed)", rank=0, layer=layer)

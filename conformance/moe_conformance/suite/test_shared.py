@@ -7,7 +7,6 @@ from torch import Tensor
 from moe_conformance.cases import LayerCase
 from moe_conformance.layer_oracle import EXACT, mlp
 from moe_conformance.marks import clause, layers, tails
-from moe_conformance.oracle import Truth
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import require_within
@@ -37,7 +36,7 @@ def test_layer_hands_over_each_ranks_own_partial(layer: LayerSubject) -> None:
         if shared is None or shared.shape != expected.shape:
             got = "None" if shared is None else str(list(shared.shape))
             raise ClauseBrokenError([_violation(got, f"this rank's partial {list(expected.shape)}", rank)])
-        require_within(layer, shared, Truth(expected, bound), "SHARED-1", "shared_output", rank)
+        require_within(shared, expected, bound, clause="SHARED-1", field="shared_output", rank=rank, layer=layer)
 
 
 @clause("SHARED-1")
