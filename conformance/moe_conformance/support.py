@@ -38,6 +38,23 @@ def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: st
     return _first_missing(declared, checks, case, device)
 
 
+def layer_unshardable(case: LayerCase) -> str | None:
+    """Why this layer has no equal part for each of its ranks, as with ``--tp 3``; None when it has."""
+    if case.ranks % case.ep:
+        return f"{case.ranks} ranks cannot be split into {case.ep} expert-parallel groups"
+    sizes = {
+        f"intermediate size {case.intermediate_size}": (case.intermediate_size, case.ranks // case.ep, "tensor"),
+        f"shared intermediate size {case.shared_intermediate_size}": (
+            case.shared_intermediate_size, case.ranks, "tensor"
+        ),
+        f"{case.num_experts} experts": (case.num_experts, case.ep, "expert"),
+    }  # fmt: skip
+    for what, (size, ranks, kind) in sizes.items():
+        if size % ranks:
+            return f"this profile's layer cannot be split: {what} over {ranks} {kind}-parallel ranks"
+    return None
+
+
 def _first_missing(
     declared: ConsumerDeclaration | ProducerDeclaration, checks: dict[str, bool], case: Shape, device: str
 ) -> str | None:

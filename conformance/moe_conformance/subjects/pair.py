@@ -56,8 +56,10 @@ class PairSubject:
 
     @property
     def headroom(self) -> float | None:
-        """The largest error / bound of the tail."""
-        return self.tail.headroom
+        """The largest error / bound of both sides. Asked for after any outcome, so it never makes the tail."""
+        tail = vars(self).get("tail")
+        known = [side.headroom for side in (self.layer, tail) if side is not None and side.headroom is not None]
+        return max(known, default=None)
 
     def negotiation(self) -> Negotiation:
         """Whether this producer may hand this consumer an unfinalized output of this size (DEFER-4)."""
