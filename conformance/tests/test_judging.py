@@ -9,8 +9,9 @@ import torch
 
 from moe_conformance.cases import LayerCase
 from moe_conformance.subjects.layer import LayerSubject
-from moe_conformance.suite.steps import require_within
+from moe_conformance.suite.steps import judge_rows, require_within
 from moe_conformance.verdicts import ClauseBrokenError
+from moe_contract import Activation, UnfinalizedMoEOutput
 from moe_contract.discovery import load_producer
 
 LAYER_CASE = LayerCase(
@@ -46,3 +47,26 @@ def test_value_out_of_its_bound_is_named_with_its_place(wrong: float) -> None:
     violation = caught.value.violations[0]
     assert (violation.clause, violation.rank, violation.token, violation.column) == ("SHARED-1", 3, 1, 7)
     assert layer.headroom is not None and layer.headroom > 1.0
+
+
+def test_row_of_small_integers_has_to_be_equal() -> None:
+    """One unit in the last place of one element, which a bound may grant, is a NUM-1 failure."""
+    fields = {
+        "ranks": 2,
+        "activation": Activation.RELU2,
+        "stratum": "lattice",
+        "hidden_size": 256,
+        "intermediate_size": 32,
+    }
+    case = LAYER_CASE.model_copy(update=fields)
+    layer = LayerSubject("reference", load_producer("reference"), case, "NUM-1")
+    outputs = layer.run()
+    judge_rows(layer, outputs)
+    first = outputs[0]
+    assert isinstance(first, UnfinalizedMoEOutput)
+    row = int(first.expanded_idx_to_permuted_idx[0, 0])
+    bits = first.gemm2_permuted.view(torch.int16)
+    column = int(first.gemm2_permuted[row].abs().argmax())
+    bits[row, column] += 1
+    with pytest.raises(ClauseBrokenError, match=r"NUM-1.*bound 0"):
+        judge_rows(layer, outputs)
