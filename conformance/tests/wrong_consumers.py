@@ -108,6 +108,14 @@ DENSE_ROWS = 10_000
 """Rows above which a dense combine takes longer than a case may."""
 
 
+class RoundsAtEachRank(PlainTail):
+    """Profile C is declared, but the sum over ranks is rounded as B's is."""
+
+    def reduce(self, local: Tensor) -> Tensor:
+        first, *others = [local] if self.group.size == 1 else self.group.all_gather(local)
+        return sum(others, first).float()
+
+
 class LastRowRead(PlainTail):
     """-1 indexes the last row, as Python does."""
 
@@ -272,5 +280,6 @@ WRONG_CONSUMERS: dict[type[PlainTail], str] = {
     EpsOutsideTheRoot: "NORM-1",
     ResidualOverwritten: "OUT-4",
     StaleAtSecondCall: "RED-5",
+    RoundsAtEachRank: "NUM-1",
 }
 """Each with the clause that it breaks."""
