@@ -141,7 +141,11 @@ def copy_bandwidth(flush: Tensor) -> float:
     """Bytes read and written by a 2 GiB copy, in TB/s."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(replay_times(lambda _: target.copy_(source) and None, 1, flush)) / 1e6
+
+    def copy(_: int) -> None:
+        target.copy_(source)
+
+    return 2 * source.numel() / statistics.median(replay_times(copy, 1, flush)) / 1e6
 
 
 def main() -> None:
@@ -151,9 +155,8 @@ def main() -> None:
     rows = [r for ranks, sizes in TOKENS.items() for tokens in sizes for r in measure(ranks, tokens, flush, copy_tbps)]
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     device = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    result = {
-        "schema_version": 1, "device": device, "torch": torch.__version__, "copy_tbps": round(copy_tbps, 3), "rows": rows
-    }  # fmt: skip
+    about = {"schema_version": 1, "device": device, "torch": torch.__version__, "copy_tbps": round(copy_tbps, 3)}
+    result = {**about, "rows": rows}
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for r in rows:
         print(r["consumer"], f"N={r['ranks']} T={r['tokens']}", r["median_us"], "us", r["share_of_copy"])

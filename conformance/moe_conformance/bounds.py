@@ -45,6 +45,7 @@ def local_sum(
     dtype: torch.dtype,
     profile: RoundingProfile,
     placement: ScalePlacement,
+    *,
     scale: float = 1.0,
 ) -> Tensor:
     """Error of one rank's published contribution.
@@ -56,18 +57,22 @@ def local_sum(
         dtype: the activation dtype, in which it is published.
         profile: where the consumer rounds.
         placement: where it applies the scale.
-        scale: the routed scaling factor; what underflowed before it is enlarged by it.
+        scale: the routed scaling factor s.
     """
-    enlarged = max(1.0, abs(scale))
+    # A rounding that underflows is off by up to eta whatever the value's size, so S says nothing of it. One that comes
+    # before the scale is multiplied by it; where the scale is on the weights, or below 1, 1 is at least its factor.
+    factor = max(1.0, abs(scale)) if placement is ScalePlacement.SUM else 1.0
     if profile is RoundingProfile.STEP_ROUNDED:
-        # Each term is rounded once as a product and once per addition that follows it. Each of the roundings may also
-        # underflow, by eta, and a scale above 1 enlarges that; 2 covers the relative growth of the underflows.
+        # Each term is rounded once as a product and once per addition that follows it, and each time to float32 first.
+        # Only products can underflow: the sum of two numbers of a format is exact where it is subnormal. There are at
+        # most `roundings` of them, the one by the scale included, and later roundings enlarge their errors too.
         steps = roundings + 1
         relative = torch.pow((1.0 + UNIT_ROUNDOFF[dtype]) * (1.0 + U32), steps) - 1.0
-        return relative * magnitude + 2 * steps * enlarged * ETA[dtype]
+        underflow = roundings * factor * (ETA[dtype] + ETA[torch.float32])
+        return relative * magnitude + (1.0 + relative) * underflow
     extra = 1.0 if placement is ScalePlacement.WEIGHTS else 0.0
     n = roundings + extra
-    return store(value, n * U32 / (1.0 - n * U32) * magnitude + n * enlarged * ETA[torch.float32], dtype)
+    return store(value, n * U32 / (1.0 - n * U32) * magnitude + n * factor * ETA[torch.float32], dtype)
 
 
 def rank_sum(magnitude: Tensor, errors: Tensor, ranks: int, dtype: torch.dtype, profile: RoundingProfile) -> Tensor:

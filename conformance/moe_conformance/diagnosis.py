@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.bounds import UNIT_ROUNDOFF
-from moe_conformance.judge import Place
-from moe_conformance.oracle import Truth
+from moe_conformance.judge import Place, judge
+from moe_conformance.oracle import Truth, residual_truth
 from moe_conformance.tail_data import TailInputs
-from moe_contract import MoEOutput
+from moe_contract import ConsumerDeclaration, MoEOutput, RoundingProfile
 from moe_contract.outputs import require_unfinalized
 
 SLACK = 4.0
@@ -79,6 +79,19 @@ def diagnose(inputs: TailInputs, got: Tensor, truth: Truth, place: Place, rank: 
         return Cause(best[1].clause, best[1].sentence)
     if not bool(row.isfinite().all()) and bool(expected.isfinite().all()):
         return _leak(ranks)
+    return _rounding(inputs, got, place)
+
+
+def _rounding(inputs: TailInputs, got: Tensor, place: Place) -> Cause | None:
+    """A whole result within the bound of a profile that rounds at more places. Lattice data, where the place has no
+    bound of its own, has nothing to round, so there the error is of another kind."""
+    if not place.bound:
+        return None
+    for profile in (RoundingProfile.LOCAL_FP32, RoundingProfile.STEP_ROUNDED):
+        declared = ConsumerDeclaration(name="looser", version="", profile=profile)
+        if judge(got, residual_truth(inputs, declared), exact=False).accepted:
+            where = f"within the bound of profile {profile.value}"
+            return Cause("NUM-1", f"{where}: the result is rounded at more places than declared")
     return None
 
 

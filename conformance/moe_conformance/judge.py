@@ -44,7 +44,8 @@ def error_ratio(got: Tensor, truth: Truth, *, exact: bool) -> Tensor:
     """
     value = got.to(torch.float64)
     error = (value - truth.value).abs()
-    ratio = torch.where(error > 0, torch.inf, 0.0) if exact else error / truth.bound
+    # No error is no error, even where the bound is 0 too; 0 / 0 would be a NaN, which no comparison finds.
+    ratio = torch.where(error == 0, 0.0, torch.inf if exact else error / truth.bound)
     finite_got, finite_truth = value.isfinite(), truth.value.isfinite()
     ratio = torch.where(finite_got != finite_truth, torch.inf, ratio)
     return torch.where(~finite_got & ~finite_truth, 0.0, ratio)
@@ -56,7 +57,7 @@ def judge(got: Tensor, truth: Truth, *, exact: bool) -> Judgement:
         return Judgement(0.0, None)
     ratio = error_ratio(got, truth, exact=exact)
     headroom = float(ratio.max())
-    bad = ratio > 1.0
+    bad = ~(ratio <= 1.0)  # a NaN is neither above nor below
     if not bool(bad.any()):
         return Judgement(headroom, None)
     token, column = divmod(int(bad.reshape(-1).to(torch.uint8).argmax()), got.shape[1])

@@ -12,7 +12,7 @@ from moe_conformance import bounds, routing_oracle
 from moe_conformance.bounds import U32, UNIT_ROUNDOFF
 from moe_conformance.layer_data import LayerInputs
 from moe_conformance.routing_oracle import RoutedTruth
-from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration
+from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod
 from moe_contract.dtypes import DtypeName, torch_dtype
 
 EXACT = torch.float64
@@ -62,7 +62,7 @@ def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName
     routed = routing_oracle.route(inputs.layer.routing, inputs.router_logits)
     local = routed.ids - part.first_expert
     present = (local >= 0) & (local < part.num_local_experts)
-    tokens = inputs.hidden_states.to(EXACT)
+    tokens, token_error = _expert_inputs(inputs, routed)
     shape = (*routed.ids.shape, part.hidden_size)
     rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
     active = local[present].unique()
@@ -71,9 +71,37 @@ def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName
         token, slot = _routes_by_expert(local, experts)
         used = token >= 0
         batch = torch.where(used.unsqueeze(-1), tokens[token.clamp(min=0)], 0.0)
-        values, errors = mlp(part.experts.select(experts), part.activation, batch, part.dtype, intermediate_dtype)
+        error = None if token_error is None else token_error.select(token.clamp(min=0))
+        chosen = part.experts.select(experts)
+        values, errors = mlp(chosen, part.activation, batch, part.dtype, intermediate_dtype, token_error=error)
         rows[token[used], slot[used]], row_bounds[token[used], slot[used]] = values[used], errors[used]
     return RankRows(routed, present, rows, row_bounds)
+
+
+@dataclass(frozen=True)
+class _InputError:
+    """How far off an expert's weighted input may be: ``common``, the weight's relative error, the same in every column
+    ``[..., 1]``, and ``rounding``, each product's own ``[..., H]``."""
+
+    common: Tensor
+    rounding: Tensor
+
+    def select(self, tokens: Tensor) -> _InputError:
+        return _InputError(self.common[tokens], self.rounding[tokens])
+
+
+def _expert_inputs(inputs: LayerInputs, routed: RoutedTruth) -> tuple[Tensor, _InputError | None]:
+    """What an expert is given of each token ``[T, H]``; with an error where a routing weight went into it.
+
+    The weight, and the product, may be rounded to the activation dtype.
+    """
+    tokens, dtype = inputs.hidden_states.to(EXACT), inputs.hidden_states.dtype
+    if inputs.layer.routing.method is not RoutingMethod.LLAMA4:
+        return tokens, None
+    weights = routed.weights
+    off = bounds.store(weights, routed.relative_error * weights.abs(), dtype)
+    rounding = bounds.store(weights * tokens, (weights.abs() + off) * U32 * tokens.abs(), dtype)
+    return weights * tokens, _InputError(off / weights.abs(), rounding)
 
 
 def _routes_by_expert(local: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,6 +116,10 @@ def rank_truth(
 ) -> RankTruth:
     """The rows with the weights that this producer declares: the scale folded in or not, in its weights dtype."""
     routing, routed = inputs.layer.routing, rows.routed
+    if routing.method is RoutingMethod.LLAMA4:
+        # Its one weight went into the expert's input, so nothing is left to apply (WGT-4).
+        weights = torch.ones_like(routed.weights)
+        return RankTruth(routed.ids, rows.present, rows.rows, rows.bounds, weights, torch.zeros_like(weights))
     scale = float(torch.tensor(routing.routed_scaling_factor)) if declaration.folds(routing.method) else 1.0
     weights = scale * routed.weights
     error = weights.abs() * (routed.relative_error + (U32 if scale != 1.0 else 0.0))
@@ -98,14 +130,20 @@ def rank_truth(
 
 
 def mlp(
-    experts: ExpertWeights, activation: Activation, tokens: Tensor, dtype: torch.dtype, intermediate_dtype: DtypeName
+    experts: ExpertWeights,
+    activation: Activation,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    intermediate_dtype: DtypeName,
+    *,
+    token_error: _InputError | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tokens [E, R, H]``, R for each expert: the exact rows ``[E, R, H]`` and their bounds."""
-    up, up_error = _gemm(tokens, None, experts.up, experts.up_bias)
+    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds."""
+    up, up_error = _first_gemm(tokens, token_error, experts.up, experts.up_bias)
     if experts.gate is None:
         inner, error = up.clamp(min=0).square(), 2.0 * up.abs() * up_error + up_error.square()
     else:
-        gate, gate_error = _gemm(tokens, None, experts.gate, experts.gate_bias)
+        gate, gate_error = _first_gemm(tokens, token_error, experts.gate, experts.gate_bias)
         inner, error = _gated(activation, gate, gate_error, up, up_error)
     error = error + ACTIVATION_ULPS * U32 * (inner.abs() + error)
     inner_dtype = torch_dtype(intermediate_dtype)
@@ -128,6 +166,19 @@ def _gemm(x: Tensor, x_error: Tensor | None, weight: Tensor, bias: Tensor | None
         value = value + bias.to(EXACT).unsqueeze(-2)
         error = error + U32 * (value.abs() + error)
     return value, error
+
+
+def _first_gemm(
+    tokens: Tensor, token_error: _InputError | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As ``_gemm``, with inputs that may be off. A common error scales the product; roundings of their own are added
+    up like those of a sum: beyond 6 times the root of their squares with a chance of about 3e-8."""
+    value, error = _gemm(tokens, None, weight, bias)
+    if token_error is None:
+        return value, error
+    product = value if bias is None else value - bias.to(EXACT).unsqueeze(-2)
+    squares = token_error.rounding.square() @ weight.to(EXACT).square().transpose(-1, -2)
+    return value, error + token_error.common * product.abs() + 6.0 * (1.0 + token_error.common) * squares.sqrt()
 
 
 def _gated(

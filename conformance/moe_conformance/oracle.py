@@ -80,7 +80,7 @@ def residual_truth(inputs: TailInputs, declaration: ConsumerDeclaration) -> Trut
             dtype,
             declaration.profile,
             declaration.scale_placement,
-            float(output.routed_scaling_factor),
+            scale=float(torch.tensor(output.routed_scaling_factor, dtype=torch.float32)),
         )
         total, error, magnitude = total + part.value, error + own, magnitude + part.value.abs() + own
     error = bounds.rank_sum(magnitude, error, len(inputs.outputs), dtype, declaration.profile)

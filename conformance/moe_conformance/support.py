@@ -27,8 +27,6 @@ def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str)
 
 def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: str) -> str | None:
     """Why this producer does not claim this case; None when it does."""
-    if uneven := _uneven_split(case):
-        return uneven
     limit = declared.max_experts
     checks = {
         f"routing method {case.method.value}": case.method in declared.routing_methods,
@@ -40,15 +38,20 @@ def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: st
     return _first_missing(declared, checks, case, device)
 
 
-def _uneven_split(case: LayerCase) -> str | None:
-    """Why the case's layer cannot be split over its ranks; None when it can."""
-    if case.ranks % case.ep or case.num_experts % case.ep:
-        return f"{case.num_experts} experts on {case.ranks} ranks cannot be split over {case.ep} expert-parallel groups"
-    size = case.ranks // case.ep
-    if case.intermediate_size % size:
-        return f"intermediate size {case.intermediate_size} cannot be split over {size} tensor-parallel ranks"
-    if case.shared_intermediate_size % case.ranks:
-        return f"the shared expert's {case.shared_intermediate_size} columns cannot be split over {case.ranks} ranks"
+def layer_unshardable(case: LayerCase) -> str | None:
+    """Why this layer has no equal part for each of its ranks, as with ``--tp 3``; None when it has."""
+    if case.ranks % case.ep:
+        return f"{case.ranks} ranks cannot be split into {case.ep} expert-parallel groups"
+    sizes = {
+        f"intermediate size {case.intermediate_size}": (case.intermediate_size, case.ranks // case.ep, "tensor"),
+        f"shared intermediate size {case.shared_intermediate_size}": (
+            case.shared_intermediate_size, case.ranks, "tensor"
+        ),
+        f"{case.num_experts} experts": (case.num_experts, case.ep, "expert"),
+    }  # fmt: skip
+    for what, (size, ranks, kind) in sizes.items():
+        if size % ranks:
+            return f"this profile's layer cannot be split: {what} over {ranks} {kind}-parallel ranks"
     return None
 
 

@@ -158,6 +158,19 @@ def test_last_line_says_how_it_ended() -> None:
     )
 
 
+def test_case_that_did_not_run_makes_the_report_partial() -> None:
+    """A pass and a case without an outcome are exit status 2, and the last line says why; a failure stays 1."""
+    left_out = result("RED-1", Verdict.NOT_RUN, number=1, reason="given up after 3 crashes")
+    report = report_of(result(), left_out)
+    assert report.exit_status == 2
+    assert "PARTIAL cases were not run, so this report is partial; 1 pass, 1 not-run" in " ".join(
+        printed(report).split()
+    )
+    assert report_of(failure(), left_out).exit_status == 1
+    assert report_of(left_out).exit_status == 3
+    assert report_of(result(), result(number=1)).exit_status == 0
+
+
 def test_partial_report_and_suite_error_are_said() -> None:
     """Neither can be taken for a pass."""
     text = printed(report_of(result(), complete=False, suite_errors=("collecting test_map.py failed: x",)))

@@ -108,6 +108,14 @@ DENSE_ROWS = 10_000
 """Rows above which a dense combine takes longer than a case may."""
 
 
+class RoundsAtEachRank(PlainTail):
+    """Profile C is declared, but the sum over ranks is rounded as B's is."""
+
+    def reduce(self, local: Tensor) -> Tensor:
+        first, *others = [local] if self.group.size == 1 else self.group.all_gather(local)
+        return sum(others, first).float()
+
+
 class LastRowRead(PlainTail):
     """-1 indexes the last row, as Python does."""
 
@@ -203,13 +211,6 @@ class OwnDataTwice(PlainTail):
         return total if self.group.size == 1 else total + local.float()
 
 
-class RoundedAtEachRank(PlainTail):
-    """Rounds the sum at each rank (profile B), though it declares float32 (profile C)."""
-
-    def reduce(self, local: Tensor) -> Tensor:
-        return self.group.all_reduce(local).float()
-
-
 class SharedAddedAfterReduction(PlainTail):
     """Each rank adds every rank's shared output again after the reduction."""
 
@@ -271,7 +272,6 @@ WRONG_CONSUMERS: dict[type[PlainTail], str] = {
     SharedScaled: "SHARED-2",
     ScaleTwice: "SCALE-1",
     ScaleForgotten: "SCALE-1",
-    RoundedAtEachRank: "NUM-1",
     RankMissing: "RED-1",
     OwnDataTwice: "RED-1",
     SharedAddedAfterReduction: "SHARED-1",
@@ -280,5 +280,6 @@ WRONG_CONSUMERS: dict[type[PlainTail], str] = {
     EpsOutsideTheRoot: "NORM-1",
     ResidualOverwritten: "OUT-4",
     StaleAtSecondCall: "RED-5",
+    RoundsAtEachRank: "NUM-1",
 }
 """Each with the clause that it breaks."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_contract import MoEConfig, MoELayer, ProducerDeclaration, UnfinalizedMoEOutput
+from moe_contract import MoEConfig, MoELayer, ProducerDeclaration, RoutingMethod, UnfinalizedMoEOutput
 from moe_contract.discovery import load_producer
 
 Routed = Tensor | UnfinalizedMoEOutput
@@ -24,18 +24,14 @@ class WrongProducer:
     change: Change | None = None
     config: Callable[[MoEConfig], MoEConfig] | None = None
     call: Callable[[Any, MoELayer, MoEConfig, Tensor, Any], Routed] | None = None
-    can_defer: bool = True
+    declares: dict[str, Any] = field(default_factory=dict)
 
     @property
     def declaration(self) -> ProducerDeclaration:
-        return load_producer("reference").declaration.model_copy(
-            update={"name": self.name, "can_defer": self.can_defer}
-        )
+        return load_producer("reference").declaration.model_copy(update={"name": self.name, **self.declares})
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Routed]:
         seen = self.config(config) if self.config else config
-        if not self.can_defer:
-            seen = MoEConfig(defer_moe_finalize=False)
         loaded = load_producer("reference").load(layer, seen)
 
         def run(hidden_states: Tensor, router_logits: Any) -> Routed:
@@ -107,6 +103,23 @@ def _overwrites(loaded: Any, layer: MoELayer, config: MoEConfig, hidden: Tensor,
     return output
 
 
+def _zeros(loaded: Any, layer: MoELayer, config: MoEConfig, hidden: Tensor, logits: Any) -> Routed:
+    return torch.zeros_like(hidden)
+
+
+def _zeros_on_one_rank(loaded: Any, layer: MoELayer, config: MoEConfig, hidden: Tensor, logits: Any) -> Routed:
+    output: Routed = loaded(hidden, logits)
+    return torch.zeros_like(hidden) if config.tp_size == 1 else output
+
+
+def _input_unweighted(loaded: Any, layer: MoELayer, config: MoEConfig, hidden: Tensor, logits: Any) -> Routed:
+    """The weight on the expert's output, as every other method has it; never deferred all the same."""
+    if layer.routing.method is not RoutingMethod.LLAMA4:
+        return loaded(hidden, logits)  # type: ignore[no-any-return]  # the reference producer
+    other = replace(layer, routing=replace(layer.routing, method=RoutingMethod.SIGMOID))
+    return load_producer("reference").load(other, MoEConfig())(hidden, logits)
+
+
 def _cap_ignored(config: MoEConfig) -> MoEConfig:
     return _Live(config, "max_deferred_tokens", None)
 
@@ -146,10 +159,6 @@ class BorrowingProducer(WrongProducer):
         return WrongProducer(self.name, change=_Borrowed()).load(layer, config)
 
 
-def _zeros(loaded: Any, layer: MoELayer, config: MoEConfig, hidden_states: Tensor, router_logits: Any) -> Routed:
-    return torch.zeros_like(loaded(hidden_states, router_logits))
-
-
 WRONG_PRODUCERS: dict[str, tuple[WrongProducer, str]] = {
     producer.name: (producer, clause)
     for producer, clause in (
@@ -167,8 +176,10 @@ WRONG_PRODUCERS: dict[str, tuple[WrongProducer, str]] = {
         (WrongProducer("cap-ignored", config=_cap_ignored), "DEFER-1"),
         (WrongProducer("frozen-flag", config=lambda config: config.model_copy()), "DEFER-2"),
         (WrongProducer("hidden-states-overwritten", call=_overwrites), "OUT-4"),
+        (WrongProducer("finalizes-zeros", call=_zeros, declares={"can_defer": False}), "OUT-1"),
+        (WrongProducer("zeros-on-one-rank", call=_zeros_on_one_rank), "OUT-1"),
+        (WrongProducer("llama4-input-unweighted", call=_input_unweighted), "OUT-1"),
         (BorrowingProducer("buffer-reused"), "OUT-5"),
-        (WrongProducer("zeros", call=_zeros, can_defer=False), "OUT-1"),
     )
 }
 """Each with the clause that it breaks."""

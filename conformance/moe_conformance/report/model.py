@@ -59,7 +59,8 @@ class CaseResult(_Record):
     explained_by: str | None = None
     """``fail`` only: a clause that this backend breaks by itself and that accounts for this failure."""
     headroom: float | None = None
-    """max(error / bound) over everything judged numerically; below 1 for a correct result. None: nothing numeric."""
+    """max(error / bound) over everything judged numerically; at most 1 for a correct result. None: nothing numeric, or,
+    after JSON, which has no infinity, an infinite ratio; the verdict is then not ``pass``."""
     suite_error: bool = False
     """``error`` only: the suite itself failed, not the backend."""
     duration_s: float = 0.0
@@ -143,15 +144,20 @@ class Report(_Record):
         return tuple(case_id for case_id in self.manifest if case_id not in present)
 
     @property
+    def partial(self) -> bool:
+        """Whether a planned case has no outcome: the run was stopped, or a backend was given up after crashes."""
+        return not self.complete or bool(self.missing) or self.count()[Verdict.NOT_RUN] > 0
+
+    @property
     def exit_status(self) -> int:
-        """0 all clauses hold for what ran; 1 one is broken; 2 a suite error; 3 nothing ran."""
+        """0 all clauses hold; 1 one is broken; 2 a suite error, or planned cases did not run; 3 nothing passed."""
         if self.suite_errors or any(case.suite_error or case.verdict is Verdict.VACUOUS for case in self.cases):
             return 2
         if any(case.broken for case in self.cases):
             return 1
         if not any(case.verdict is Verdict.PASS for case in self.cases):
             return 3
-        return 0 if self.complete and not self.missing else 2
+        return 2 if self.partial else 0
 
 
 def largest_headroom(cases: tuple[CaseResult, ...]) -> CaseResult | None:

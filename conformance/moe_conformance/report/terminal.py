@@ -50,19 +50,29 @@ def print_report(report: Report, console: Console, *, verbosity: int = 0) -> Non
         _print_reasons(report, console, verbosity)
     if verbosity > 0:
         _print_slowest(report, console)
-    word, style = HEADLINES[report.exit_status]
+    word, style = ("PARTIAL", "bold red") if _only_partial(report) else HEADLINES[report.exit_status]
     lines = textwrap.wrap(f"{word}  {summary(report)}", console.width, subsequent_indent=" " * (len(word) + 2))
     last = Text("\n".join(lines))
     last.stylize(style, 0, len(word))
     console.print(last, soft_wrap=True)
 
 
+def _only_partial(report: Report) -> bool:
+    """Whether the exit status is 2 for the cases that are missing alone."""
+    whole = report.model_copy(update={"complete": True, "manifest": (), "cases": _with_outcome(report.cases)})
+    return report.exit_status == 2 and whole.exit_status == 0
+
+
+def _with_outcome(cases: tuple[CaseResult, ...]) -> tuple[CaseResult, ...]:
+    return tuple(case for case in cases if case.verdict is not Verdict.NOT_RUN)
+
+
 def summary(report: Report) -> str:
     """The last line, after its first word."""
     counts = report.count()
     parts = [", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]) or "no cases"]
-    if not report.complete:
-        parts.insert(0, "stopped, so this report is partial")
+    if report.partial:
+        parts.insert(0, f"{'cases were not run' if report.complete else 'stopped'}, so this report is partial")
     closest = largest_headroom(report.cases)
     if closest is not None and closest.headroom:  # 0 where every comparison was one of bits
         parts.append(f"largest error/bound {closest.headroom:.3g} ({closest.clause} {closest.pair} {sizes(closest)})")

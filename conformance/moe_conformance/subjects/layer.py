@@ -15,7 +15,7 @@ from moe_conformance.latest import Latest
 from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_parts
 from moe_conformance.layer_oracle import RankRows, RankTruth, rank_rows, rank_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
-from moe_conformance.support import layer_unsupported
+from moe_conformance.support import layer_unshardable, layer_unsupported
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import (
     ExpertWeights,
@@ -70,6 +70,7 @@ class LayerSubject:
     @property
     def parts(self) -> list[MoELayer]:
         """Each rank's part of the layer."""
+        self._require_shardable()
         return make_parts(self.case)
 
     @property
@@ -79,15 +80,22 @@ class LayerSubject:
 
     def config(self, *, defer: bool = True, cap: int | None = None) -> MoEConfig:
         """The config that opts in to deferral over the case's ranks."""
+        self._require_shardable()
         return MoEConfig(
             defer_moe_finalize=defer, tp_size=self.case.ranks, ep_size=self.case.ep, max_deferred_tokens=cap
         )
 
     def require_support(self, *, deferral: bool = False) -> None:
         """Raises UnsupportedCaseError where the declaration does not cover the case (or deferral of it)."""
+        self._require_shardable()
         reason = layer_unsupported(self.declaration, self.case, self.settings.device)
         if reason is None and deferral and not self.defers:
             reason = f"{self.name} declares that it never defers {self.case.method.value} routing"
+        if reason is not None:
+            raise UnsupportedCaseError(reason)
+
+    def _require_shardable(self) -> None:
+        reason = layer_unshardable(self.case)
         if reason is not None:
             raise UnsupportedCaseError(reason)
 

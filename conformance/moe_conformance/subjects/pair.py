@@ -56,11 +56,10 @@ class PairSubject:
 
     @property
     def headroom(self) -> float | None:
-        """The largest error / bound of either stage; None where neither was judged."""
-        # Asked for after a failure too, where a tail that was never needed may be impossible to make.
-        tail: TailSubject | None = vars(self).get("tail")
-        judged = [stage.headroom for stage in (self.layer, tail) if stage is not None and stage.headroom is not None]
-        return max(judged, default=None)
+        """The largest error / bound of both sides. Asked for after any outcome, so it never makes the tail."""
+        tail = vars(self).get("tail")
+        known = [side.headroom for side in (self.layer, tail) if side is not None and side.headroom is not None]
+        return max(known, default=None)
 
     def negotiation(self) -> Negotiation:
         """Whether this producer may hand this consumer an unfinalized output of this size (DEFER-4)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.cases import TailCase
 from moe_conformance.controls import require_controls_rejected
-from moe_conformance.diagnosis import Cause, diagnose
+from moe_conformance.diagnosis import diagnose
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judge import Judgement, judge, same_bits
 from moe_conformance.oracle import Truth, norm_truth, residual_truth
@@ -23,7 +23,6 @@ from moe_contract import (
     Consumer,
     ConsumerDeclaration,
     MoEOutput,
-    RoundingProfile,
     Tail,
     TailOutput,
     UnfinalizedMoEOutput,
@@ -145,18 +144,8 @@ class TailSubject:
     ) -> Violation:
         assert judgement.worst is not None
         cause = diagnose(inputs, output.residual_out, truth, judgement.worst, rank)
-        if cause is None and self._rounds_more_than_declared(inputs, output):
-            profile = self.declaration.profile.value
-            cause = Cause("NUM-1", f"within the bound of profile A: rounded at more places than profile {profile} has")
         clause = cause.clause if cause else self.clause
         return violation(clause, "residual_out", judgement, rank, cause.sentence if cause else "")
-
-    def _rounds_more_than_declared(self, inputs: TailInputs, output: TailOutput) -> bool:
-        """Whether the widest profile would accept the result: then its structure is right and its rounding is not."""
-        if self.exact or self.declaration.profile is RoundingProfile.STEP_ROUNDED:
-            return False
-        widest = self.declaration.model_copy(update={"profile": RoundingProfile.STEP_ROUNDED})
-        return judge(output.residual_out, residual_truth(inputs, widest), exact=False).accepted
 
 
 def violation(clause: str, what: str, judgement: Judgement, rank: int, hint: str) -> Violation:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from moe_conformance.judge import same_bits
 from moe_conformance.layer_judge import judge_rank
+from moe_conformance.layer_oracle import RankTruth
 from moe_conformance.subjects.calls import first_line
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError
 from moe_contract import (
+    Activation,
     ContractViolation,
     TailOutput,
     UnfinalizedMoEOutput,
@@ -58,7 +60,7 @@ def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput]) -> None:
     """The contract's checks, then rows and weights of every rank against their bounds."""
     layer.require_contract(outputs)
     for rank, output in enumerate(outputs):
-        judgement = judge_rank(_pending(output), layer.truth(rank), rank, layer.clause, layer.parts[rank])
+        judgement = judge_rank(_pending(output), _rows_truth(layer, rank), rank, layer.clause, layer.parts[rank])
         layer.record(judgement.headroom)
         if judgement.violation is not None:
             raise ClauseBrokenError([judgement.violation], judgement.headroom)
@@ -87,6 +89,17 @@ def require_within(
         count=int((ratio > 1.0).sum()),
     )
     raise ClauseBrokenError([found], headroom)
+
+
+def _rows_truth(layer: LayerSubject, rank: int) -> RankTruth:
+    """The rank's truth. Sums of small integers are exact in float32 in every order, so their rows have no error but
+    the one rounding to the activation dtype, and are held to it; relu squared alone keeps integers integers."""
+    truth, case = layer.truth(rank), layer.case
+    integers = case.stratum == "lattice" and case.activation is Activation.RELU2
+    if not integers or layer.declaration.intermediate_dtype != "float32":
+        return truth
+    rows = truth.rows.to(layer.parts[rank].dtype).double()
+    return replace(truth, rows=rows, row_bounds=torch.zeros_like(rows))
 
 
 def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:

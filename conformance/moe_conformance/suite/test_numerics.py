@@ -59,7 +59,7 @@ def test_rows_are_within_the_bound_of_a_float32_kernel(layer: LayerSubject) -> N
 @clause("NUM-1")
 @layers({"activation": "relu2", "stratum": "lattice"}, where=_multi_rank)
 def test_rows_of_small_integers_are_exact(layer: LayerSubject) -> None:
-    """On small integers every order of accumulation gives the same bits, so rows are compared bitwise."""
+    """On small integers every order of accumulation gives the same value, so rows have to be equal to it."""
     judge_rows(layer, deferred(layer))
 
 
