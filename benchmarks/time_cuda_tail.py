@@ -2,7 +2,8 @@
 
 ``python benchmarks/time_cuda_tail.py FILE``, on a GPU, with the three packages importable. Each time is the median of
 replays of a CUDA graph of many steps; cold: every step has its own data, and 512 MiB are touched before each replay.
-Every timed result is compared, bit for bit, with profile C in PyTorch; a wrong one is not written.
+Every timed result is checked: ours bit for bit against profile C in PyTorch, the other against the derived bound of
+profile C. A wrong one is not written.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from split_tail import finalize_norm
 from torch import Tensor
 
-from moe_backends.cuda import SOLO, CudaConsumer, CudaTail, launch, prefill
+from moe_backends.cuda import DECLARATION, SOLO, CudaConsumer, CudaTail, launch, prefill
 from moe_backends.reference.local_sum import local_sum
 from moe_conformance.cases import TailCase
 from moe_conformance.harness.threads import run_ranks
+from moe_conformance.judge import judge
+from moe_conformance.oracle import residual_truth
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_contract import RoundingProfile, TailCapacity, UnfinalizedMoEOutput
 
@@ -59,6 +62,14 @@ def expected(inputs: TailInputs) -> Tensor:
     for output in inputs.outputs:
         total = total + local_sum(output, RoundingProfile.FP32).float()
     return (total + inputs.residual.float()).to(inputs.residual.dtype)
+
+
+def is_right(name: str, residual_out: Tensor, inputs: TailInputs) -> bool:
+    """Ours has the bits of the emulation; the compiler of the other may fuse scale and addition, so it has a bound."""
+    if name == "cuda":
+        return torch.equal(residual_out, expected(inputs))
+    truth = residual_truth(inputs.to(torch.device("cpu")), DECLARATION)
+    return judge(residual_out.cpu(), truth, exact=False).accepted
 
 
 def replay_times(step: Step, steps: int, flush: Tensor) -> list[float]:
@@ -112,6 +123,7 @@ def measure(ranks: int, tokens: int, flush: Tensor, copy_tbps: float) -> list[di
     capacity = TailCapacity(tokens, HIDDEN, TOP_K, torch.bfloat16)
     tails: list[Any] = run_ranks(lambda group: consumer.open(group, capacity), ranks, device="cuda")
     tail: CudaTail = tails[0]
+    assert tail.engine is not None
     if ranks > 1:
         prefill(tail.engine, [local_sum(output, RoundingProfile.FP32) for output in data[0].outputs])
 
@@ -126,32 +138,37 @@ def measure(ranks: int, tokens: int, flush: Tensor, copy_tbps: float) -> list[di
         finalize_norm(*given[at], *outs[at], scale=2.5, eps=1e-6)
 
     found = []
-    for name, step, is_right in (("cuda", ours, True), ("triton-no-communication", triton, ranks == 1)):
+    # The Triton kernel sums one rank's part only, so with more ranks its result cannot be checked, nor is it timed.
+    for name, step in (("cuda", ours), ("triton-no-communication", triton))[: 2 if ranks == 1 else 1]:
         times = replay_times(step, steps, flush)
-        if is_right and not torch.equal(outs[0][0], expected(data[0])):
+        if not is_right(name, outs[0][0], data[0]):
             print(f"{name} T={tokens} N={ranks}: WRONG, not written", file=sys.stderr)
             continue
-        found.append(row(name, ranks if name == "cuda" else 1, tokens, times, copy_tbps))
+        found.append(row(name, ranks, tokens, times, copy_tbps))
     for opened in tails:
         opened.close()
     return found
 
 
-def copy_bandwidth(flush: Tensor) -> float:
-    """Bytes read and written by a 2 GiB copy, in TB/s."""
+def copy_bandwidth() -> float:
+    """Bytes read and written by a 2 GiB copy, in TB/s. Not in a graph: a copy node there is slower than the kernel."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-
-    def copy(_: int) -> None:
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         target.copy_(source)
-
-    return 2 * source.numel() / statistics.median(replay_times(copy, 1, flush)) / 1e6
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return 2 * source.numel() / statistics.median(times) / 1e6
 
 
 def main() -> None:
     """Measures every size and writes the file named on the command line."""
     flush = torch.zeros(2**26, dtype=torch.int64, device="cuda")
-    copy_tbps = copy_bandwidth(flush)
+    copy_tbps = copy_bandwidth()
     rows = [r for ranks, sizes in TOKENS.items() for tokens in sizes for r in measure(ranks, tokens, flush, copy_tbps)]
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     device = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
