@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from moe_conformance.cases import Shape
+
 Kind = Literal["consumer", "producer", "pair"]
 """What the test is handed: ``tail`` (TailSubject), ``layer`` (LayerSubject) or ``pair`` (PairSubject)."""
 Breadth = Literal["few", "wide"]
@@ -27,6 +29,11 @@ class ConformanceTest:
     breadth: Breadth = "few"
     where: Where | None = None
     """Which cases the test can say something about; a test on a profile that has none is an error."""
+
+
+def several_ranks(case: Shape) -> bool:
+    """For ``where``: only cases with a reduction, without which nothing is deferred (DEFER-1)."""
+    return case.ranks > 1
 
 
 def metadata(function: Callable[..., Any]) -> ConformanceTest | None:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance import bounds
-from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.layer_oracle import finalized_truth
-from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.oracle import EXACT, local_part
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
@@ -32,10 +31,6 @@ from moe_contract import (
 from moe_contract.completion import require_tensor
 
 
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
-
-
 @clause("DEFER-1")
 @layers()
 def test_deferral_needs_the_flag_and_a_reduction(layer: LayerSubject) -> None:
@@ -46,7 +41,7 @@ def test_deferral_needs_the_flag_and_a_reduction(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-1")
-@layers({"tokens": 4}, where=_multi_rank)
+@layers({"tokens": 4}, where=several_ranks)
 def test_cap_ends_deferral(layer: LayerSubject) -> None:
     """A batch at the cap defers, one token more finalizes."""
     for cap in (layer.case.tokens, layer.case.tokens - 1):
@@ -55,14 +50,14 @@ def test_cap_ends_deferral(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-1")
-@layers({"method": "llama4", "top_k": 1}, where=_multi_rank)
+@layers({"method": "llama4", "top_k": 1}, where=several_ranks)
 def test_input_weighted_routing_never_defers(layer: LayerSubject) -> None:
     """Routing that weights the expert's input finalizes, since its rows carry the weight (ROWS-3)."""
     layer.require_contract(layer.run())
 
 
 @clause("DEFER-2")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_flag_is_read_at_the_call(layer: LayerSubject) -> None:
     """The flag set after loading takes effect at the next call; cleared, it stops."""
     layer.require_support(deferral=True)
@@ -86,7 +81,7 @@ def test_flag_is_read_at_the_call(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-3")
-@layers({}, {"method": "deepseek-v3"}, {"method": "llama4", "top_k": 1}, where=_multi_rank)
+@layers({}, {"method": "deepseek-v3"}, {"method": "llama4", "top_k": 1}, where=several_ranks)
 def test_deferral_is_as_declared(layer: LayerSubject) -> None:
     """What the declaration says of deferral is what happens: a kernel that cannot defer ignores the flag."""
     layer.require_support()
@@ -100,7 +95,7 @@ def test_deferral_is_as_declared(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-4")
-@pairs(where=_multi_rank)
+@pairs(where=several_ranks)
 def test_deferral_is_negotiated(pair: PairSubject) -> None:
     """What negotiation grants, the consumer takes; what it denies, the producer finalizes."""
     pair.layer.require_support()
@@ -149,7 +144,7 @@ def test_call_beyond_the_negotiated_cap_is_refused(tail: TailSubject) -> None:
     {"method": "deepseek-v3", "scale": 2.5},
     {"method": "default", "ep": 2},
     {"activation": "relu2", "stratum": "lattice"},
-    where=_multi_rank,
+    where=several_ranks,
 )
 def test_deferred_equals_finalized(layer: LayerSubject) -> None:
     """Finalizing a deferred output gives the same kernel's finalized output within the bound of both."""
@@ -165,7 +160,7 @@ def test_deferred_equals_finalized(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-6")
-@layers({}, {"shared_intermediate_size": 32, "method": "deepseek-v3", "scale": 2.5}, where=_multi_rank)
+@layers({}, {"shared_intermediate_size": 32, "method": "deepseek-v3", "scale": 2.5}, where=several_ranks)
 def test_any_holder_can_complete_a_pending_output(layer: LayerSubject) -> None:
     """Completing the layer's pending outputs equals letting the layer reduce its own."""
     layer.require_support()
@@ -184,7 +179,7 @@ def test_any_holder_can_complete_a_pending_output(layer: LayerSubject) -> None:
 
 
 @clause("DEFER-6")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_pending_output_is_not_taken_for_a_tensor(layer: LayerSubject) -> None:
     """Code that handles only tensors gets a clear error when it is handed a pending output."""
     layer.require_support(deferral=True)

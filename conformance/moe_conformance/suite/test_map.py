@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase, TailCase
-from moe_conformance.marks import clause, layers, tails
+from moe_conformance.cases import TailCase
+from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import deferred, judge_rows, require_refused, with_routed
@@ -24,17 +24,13 @@ TWO_TO_31 = 2**31
 """Elements from which a 32-bit signed offset is negative."""
 
 
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
-
-
 def _told_apart(case: TailCase) -> bool:
     """T and K differ, so that [T, K] and [K, T] have other shapes; both above 1, so that neither is flat."""
     return case.tokens > 1 and case.top_k > 1 and case.tokens != case.top_k
 
 
 @clause("MAP-1")
-@layers({}, {"tokens": 2, "top_k": 3}, where=_multi_rank)
+@layers({}, {"tokens": 2, "top_k": 3}, where=several_ranks)
 def test_map_is_token_major_int32(layer: LayerSubject) -> None:
     """A producer's map is int32, [T, K], contiguous, token-major."""
     judge_rows(layer, deferred(layer))
@@ -69,14 +65,14 @@ def test_int64_map_is_refused(tail: TailSubject) -> None:
 
 
 @clause("MAP-2")
-@layers({}, {"ep": 2}, where=_multi_rank)
+@layers({}, {"ep": 2}, where=several_ranks)
 def test_entries_are_minus_one_or_a_row(layer: LayerSubject) -> None:
     """Every entry is -1 or in [0, P)."""
     layer.require_contract(deferred(layer))
 
 
 @clause("MAP-3")
-@layers({}, {"skew": True}, where=_multi_rank)
+@layers({}, {"skew": True}, where=several_ranks)
 def test_entries_are_distinct(layer: LayerSubject) -> None:
     """No two routes share a row."""
     layer.require_contract(deferred(layer))
@@ -110,7 +106,7 @@ def test_absent_expert_contributes_nothing_even_with_a_nan_row_zero(tail: TailSu
 
 
 @clause("MAP-5")
-@layers({"ep": 2}, {"ep": 4}, {"ep": 16}, where=_multi_rank)
+@layers({"ep": 2}, {"ep": 4}, {"ep": 16}, where=several_ranks)
 def test_every_route_is_on_exactly_one_expert_parallel_rank(layer: LayerSubject) -> None:
     """Over the expert-parallel ranks every (token, slot) is valid once, with expert offsets above 0."""
     if layer.case.ep == 1:

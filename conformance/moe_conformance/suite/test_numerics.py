@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase
-from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
@@ -16,10 +15,6 @@ from moe_contract import Determinism, is_unfinalized
 EVERYTHING = {"shared": True, "scale": 2.5, "absent": "quarter", "norm_weight": "random"}
 REPEATS = 3
 """Runs of the same inputs that must agree."""
-
-
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
 
 
 @clause("NUM-1")
@@ -50,14 +45,14 @@ def test_tail_is_within_the_bound_where_rounding_shows(tail: TailSubject) -> Non
 
 
 @clause("NUM-1")
-@layers({"method": "deepseek-v3", "activation": "gelu-tanh"}, breadth="wide", where=_multi_rank)
+@layers({"method": "deepseek-v3", "activation": "gelu-tanh"}, breadth="wide", where=several_ranks)
 def test_rows_are_within_the_bound_of_a_float32_kernel(layer: LayerSubject) -> None:
     """Every element of every row, and every weight, is within its derived bound."""
     judge_rows(layer, deferred(layer))
 
 
 @clause("NUM-1")
-@layers({"activation": "relu2", "stratum": "lattice"}, where=_multi_rank)
+@layers({"activation": "relu2", "stratum": "lattice"}, where=several_ranks)
 def test_rows_of_small_integers_are_exact(layer: LayerSubject) -> None:
     """On small integers every order of accumulation gives the same value, so rows have to be equal to it."""
     judge_rows(layer, deferred(layer))
@@ -92,7 +87,7 @@ def test_repeats_of_a_tail_give_the_same_bits(tail: TailSubject) -> None:
 
 
 @clause("NUM-2")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_repeats_of_a_producer_give_the_same_routes(layer: LayerSubject) -> None:
     """The same inputs give the same weights and, route by route, the same rows; where the rows lie may change."""
     if layer.declaration.determinism is Determinism.VARIES:

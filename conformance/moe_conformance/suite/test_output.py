@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.layer_oracle import finalized_truth
-from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
@@ -17,10 +16,6 @@ from moe_conformance.suite.steps import require_same, require_unwritten, require
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
-
-
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
 
 
 @clause("OUT-1")
@@ -74,7 +69,7 @@ def test_tail_of_no_tokens_is_empty(tail: TailSubject) -> None:
 
 
 @clause("OUT-2")
-@pairs({"tokens": 0}, where=_multi_rank)
+@pairs({"tokens": 0}, where=several_ranks)
 def test_no_tokens_pass_from_producer_to_consumer(pair: PairSubject) -> None:
     """An empty batch goes through the layer and the tail."""
     pair.require_support()
@@ -100,7 +95,7 @@ def test_tensors_are_on_one_device_without_gradients(layer: LayerSubject) -> Non
 
 
 @clause("OUT-4")
-@layers({}, {"method": "precomputed"}, where=_multi_rank)
+@layers({}, {"method": "precomputed"}, where=several_ranks)
 def test_producer_does_not_write_its_inputs(layer: LayerSubject) -> None:
     """Hidden states, logits and weights are as they were after the call."""
     layer.require_support()
@@ -142,7 +137,7 @@ def test_consumer_does_not_write_its_inputs(tail: TailSubject) -> None:
 
 
 @clause("OUT-5")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_output_outlives_the_next_call(layer: LayerSubject) -> None:
     """An output holds its bits while the producer runs again on other tokens."""
     layer.require_support()

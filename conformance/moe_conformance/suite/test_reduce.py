@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from moe_conformance.cases import TailCase
 from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run_ranks
-from moe_conformance.marks import clause, tails
+from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import require_same
@@ -28,12 +27,8 @@ LADDER = (1, 4, 2, 7, 3, 1)
 """Numbers of tokens of calls back to back: up, down, and back to the smallest."""
 
 
-def _multi_rank(case: TailCase) -> bool:
-    return case.ranks > 1
-
-
 @clause("RED-1")
-@tails({}, {"shared": True, "absent": "quarter"}, {"form": "finalized"}, where=_multi_rank)
+@tails({}, {"shared": True, "absent": "quarter"}, {"form": "finalized"}, where=several_ranks)
 def test_every_ranks_part_is_summed_once(tail: TailSubject) -> None:
     """Ranks with different data are summed: none missing, none twice, none in place of another."""
     tail.judge_residual(tail.run())
@@ -44,7 +39,7 @@ def test_every_ranks_part_is_summed_once(tail: TailSubject) -> None:
     {"stratum": "normal", "shared": True, "norm_weight": "random"},
     {"stratum": "cancelling"},
     {"stratum": "dominant"},
-    where=_multi_rank,
+    where=several_ranks,
 )
 def test_every_rank_ends_with_the_same_bits(tail: TailSubject) -> None:
     """Residual and norm are the same bits on every rank."""
@@ -62,7 +57,7 @@ def test_residual_is_added_once(tail: TailSubject) -> None:
 
 
 @clause("RED-4")
-@tails({"absent": "quarter"}, where=_multi_rank)
+@tails({"absent": "quarter"}, where=several_ranks)
 def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject) -> None:
     """A rank with nothing but -1 slots, zeros or NaN takes part in the same collectives as the others."""
     tail.require_support()
@@ -95,7 +90,7 @@ def test_calls_back_to_back_with_other_sizes_stay_right(tail: TailSubject) -> No
 
 
 @clause("RED-5")
-@tails({"stratum": "lattice"}, where=_multi_rank)
+@tails({"stratum": "lattice"}, where=several_ranks)
 def test_a_delayed_rank_neither_misses_nor_reads_another_call(tail: TailSubject) -> None:
     """One rank starts each call late, another one every time, and every call stays right on every rank."""
     calls = _ladder(tail)
@@ -109,7 +104,7 @@ def test_a_delayed_rank_neither_misses_nor_reads_another_call(tail: TailSubject)
 
 
 @clause("RED-6")
-@tails(where=_multi_rank)
+@tails(where=several_ranks)
 def test_a_peer_that_never_arrives_is_diagnosed(tail: TailSubject) -> None:
     """With one rank never started the others raise an error within the group's time limit."""
     tail.require_support()

@@ -7,20 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from moe_conformance.cases import LayerCase
-from moe_conformance.marks import clause, layers, tails
+from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import deferred, judge_rows, require_identical, require_refused_or_right, with_routed
 from moe_contract import UnfinalizedMoEOutput
 
 
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
-
-
 @clause("ROWS-1")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_rows_are_compact_and_aligned(layer: LayerSubject) -> None:
     """A producer's rows are [P, H] in the activation dtype, compact, with an aligned base."""
     layer.require_contract(deferred(layer))
@@ -42,14 +37,14 @@ def test_unreferenced_infinity_never_reaches_a_result(tail: TailSubject) -> None
 
 
 @clause("ROWS-3")
-@layers({}, {"method": "default"}, {"method": "topk"}, {"method": "sigmoid"}, where=_multi_rank)
+@layers({}, {"method": "default"}, {"method": "topk"}, {"method": "sigmoid"}, where=several_ranks)
 def test_rows_carry_no_routing_weight(layer: LayerSubject) -> None:
     """Each row is its expert's output before any routing weight."""
     judge_rows(layer, deferred(layer))
 
 
 @clause("ROWS-4")
-@layers({}, where=_multi_rank)
+@layers({}, where=several_ranks)
 def test_rows_have_the_logical_width(layer: LayerSubject) -> None:
     """A deferred output is H wide; a kernel that pads finalizes instead."""
     layer.require_contract(layer.run())
@@ -70,7 +65,7 @@ def test_result_does_not_depend_on_the_number_of_rows(tail: TailSubject) -> None
 
 
 @clause("ROWS-5")
-@layers({"skew": True}, {"skew": True, "ep": 2}, where=_multi_rank)
+@layers({"skew": True}, {"skew": True, "ep": 2}, where=several_ranks)
 def test_skewed_routing_changes_no_row(layer: LayerSubject) -> None:
     """All tokens on the same experts, on one rank of an expert-parallel group: rows and map stay right."""
     judge_rows(layer, deferred(layer))
@@ -82,7 +77,7 @@ def test_skewed_routing_changes_no_row(layer: LayerSubject) -> None:
     {"biases": True, "activation": "gelu-tanh"},
     {"biases": True, "activation": "relu2"},
     {"biases": True, "activation": "swiglu-oai"},
-    where=_multi_rank,
+    where=several_ranks,
 )
 def test_down_bias_is_in_its_row_once(layer: LayerSubject) -> None:
     """An expert's down bias is in its row once over the ranks, so that it gets the routing weight."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.cases import LayerCase
-from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
@@ -11,10 +10,6 @@ from moe_conformance.suite.steps import deferred, judge_rows
 
 SCALED = 2.5
 """DeepSeek-V3's factor; applied twice it is 6.25, left out 1."""
-
-
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
 
 
 @clause("SCALE-1")
@@ -35,7 +30,7 @@ def test_consumer_scales_a_finalized_tensor_too(tail: TailSubject) -> None:
 @pairs(
     {"method": "deepseek-v3", "scale": SCALED, "intermediate_size": 32, "shared_intermediate_size": 32},
     {"method": "renormalize", "scale": SCALED},
-    where=_multi_rank,
+    where=several_ranks,
 )
 def test_scale_is_applied_once_over_producer_and_consumer(pair: PairSubject) -> None:
     """Folded into the weights, or applied by the consumer: once in all, whichever the declaration says."""
@@ -60,7 +55,7 @@ def test_scale_multiplies_the_routed_part_only(tail: TailSubject) -> None:
     {"method": "minimax2", "scale": SCALED},
     {"method": "deepseek-v3", "scale": SCALED},
     {"method": "precomputed", "scale": SCALED},
-    where=_multi_rank,
+    where=several_ranks,
 )
 def test_folding_is_as_declared_for_each_method(layer: LayerSubject) -> None:
     """The weights contain the scale for exactly the routing methods that the declaration names."""

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_conformance.cases import LayerCase
-from moe_conformance.marks import clause, layers, pairs, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
@@ -16,12 +15,8 @@ from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import UnsupportedCaseError
 
 
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1
-
-
 @clause("WGT-1")
-@layers(where=_multi_rank)
+@layers(where=several_ranks)
 def test_weights_stand_slot_for_slot_with_the_map(layer: LayerSubject) -> None:
     """Weights are [T, K], contiguous, and each belongs to the expert whose row the map names in its slot."""
     judge_rows(layer, deferred(layer))
@@ -35,7 +30,7 @@ def test_each_slot_gets_its_own_weight(tail: TailSubject) -> None:
 
 
 @clause("WGT-2")
-@layers({}, {"method": "deepseek-v3", "scale": 2.5}, where=_multi_rank)
+@layers({}, {"method": "deepseek-v3", "scale": 2.5}, where=several_ranks)
 def test_weights_have_the_declared_dtype(layer: LayerSubject) -> None:
     """The weights' dtype is the one that the producer declares."""
     layer.require_contract(deferred(layer))
@@ -89,7 +84,7 @@ def test_consumer_applies_the_weight_once(tail: TailSubject) -> None:
 
 
 @clause("WGT-4")
-@pairs({"method": "default"}, where=_multi_rank)
+@pairs({"method": "default"}, where=several_ranks)
 def test_weight_is_applied_once_over_producer_and_consumer(pair: PairSubject) -> None:
     """Producer and consumer together multiply each row with its weight once."""
     pair.require_support()
