@@ -30,7 +30,7 @@ from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_contract import RoundingProfile, TailCapacity, UnfinalizedMoEOutput
 
 HIDDEN, TOP_K, REPLAYS = 7168, 8, 15
-TOKENS = {1: (1, 8, 16, 64, 128, 512, 1024), 2: (1, 8, 16, 64, 128, 512, 1024)}
+RANKS, TOKENS = (1, 2), (1, 8, 16, 64, 128, 512, 1024)
 STEPS = ((16, 100), (128, 50), (1024, 24))
 """Most tokens, steps of one graph: about a millisecond of work each."""
 MEMORY = 4 * 2**30
@@ -169,7 +169,7 @@ def main() -> None:
     """Measures every size and writes the file named on the command line."""
     flush = torch.zeros(2**26, dtype=torch.int64, device="cuda")
     copy_tbps = copy_bandwidth()
-    rows = [r for ranks, sizes in TOKENS.items() for tokens in sizes for r in measure(ranks, tokens, flush, copy_tbps)]
+    rows = [r for ranks in RANKS for tokens in TOKENS for r in measure(ranks, tokens, flush, copy_tbps)]
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     device = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     about = {"schema_version": 1, "device": device, "torch": torch.__version__, "copy_tbps": round(copy_tbps, 3)}

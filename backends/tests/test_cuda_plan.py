@@ -11,7 +11,7 @@ import torch
 
 from moe_backends.cuda import DECLARATION, CudaConsumer, Form, configs, launcher, workspace
 from moe_backends.cuda.build import SOURCES, WORLD_SIZES
-from moe_backends.cuda.launcher import empty_quantised, quant_code
+from moe_backends.cuda.quant import Quant, empty_quantised, quant_code
 from moe_contract import PeerTimeoutError, QuantFormat, QuantRecipe, TailCapacity, UnsupportedError
 
 from .helpers import ThreadGroup, run_ranks, thread_groups
@@ -99,6 +99,9 @@ def test_constants_agree_with_the_kernels() -> None:
         f"kMaxCluster = {max(configs.CLUSTERS)};", f"kMaxWarps = {configs.MAX_THREADS // configs.WARP};",
         f"kVecElems = {configs.VECTOR};", f"kGenerations = {workspace.GENERATIONS};",
         f"kMaxTopK = {DECLARATION.max_top_k};", f"kMaxRanks = {max(WORLD_SIZES)};", "kArmed = 0xFFFFFFFFu;",
+        f"kNoQuant = {Quant.NONE:d}, kFp8Static = {Quant.FP8_STATIC:d}, kFp8Token = {Quant.FP8_TOKEN:d},",
+        f"kNvfp4Linear = {Quant.NVFP4_LINEAR:d}, kNvfp4Swizzled = {Quant.NVFP4_SWIZZLED:d} }};",
+        f"kSolo = {launcher.SOLO},", f"kPdl = {launcher.PDL},",
     ):  # fmt: skip
         assert line in text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_backends.reference.tail_inputs import as_moe_output, refuse_bad_inputs
+from moe_backends.tail_inputs import as_moe_output, refuse_bad_inputs
 from moe_contract import (
     ConsumerDeclaration,
     MoEOutput,
@@ -25,7 +25,8 @@ from moe_contract.limits import capacity_beyond
 from . import ops
 from .build import WORLD_SIZES
 from .configs import MAX_HIDDEN_SIZE, VECTOR, Form
-from .launcher import Engine, empty_quantised, launch, open_engine, quant_code
+from .launcher import PDL, Engine, launch, open_engine
+from .quant import Quant, empty_quantised, quant_code
 
 DECLARATION = ConsumerDeclaration(
     name="cuda",
@@ -90,7 +91,7 @@ class CudaConsumer:
             ranks_per_gpu=self.ranks_per_gpu,
             test_hooks=self.test_hooks,
         )
-        return CudaTail(self.declaration, capacity, engine, 2 if self.pdl else 0)
+        return CudaTail(self.declaration, capacity, engine, PDL if self.pdl else 0)
 
 
 class CudaTail:
@@ -188,7 +189,7 @@ class CudaTail:
         residual_out, norm_out = torch.empty_like(residual), torch.empty_like(residual)
         codes, scales = empty_quantised(residual, quant) if quant else (None, None)
         if residual.shape[0] == 0:
-            if quant == 1 and scales is not None:
+            if quant == Quant.FP8_STATIC and scales is not None:
                 scales.fill_(quant_arg)
             return residual_out, norm_out, codes, scales
         launch(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_contract import QuantFormat, QuantRecipe, RankGroup, TailCapacity
-from moe_contract.quant import swizzled_scale_shape
+from moe_contract import RankGroup, TailCapacity
 
 from . import configs
 from .configs import Config, Form
 from .library import Library, load
+from .quant import Quant
 from .workspace import Workspace, allocate, ranks_on_my_gpu
 
 SOLO, PDL = 1, 2
@@ -22,7 +22,6 @@ SOLO: never wait, read the receive slots as they are and leave them so; with ``p
 PDL: programmatic dependent launch. Every kernel between two calls that is itself launched so must wait for its
 predecessor (griddepcontrol.wait), or the call after it can overtake the call before it.
 """
-_NO_QUANT = 0
 
 
 @dataclass(frozen=True)
@@ -112,28 +111,6 @@ def agreed(group: RankGroup, limits: list[tuple[int, int]]) -> list[tuple[int, i
     return [(pair[0], pair[1]) for pair in smallest]
 
 
-def quant_code(recipe: QuantRecipe | None) -> tuple[int, float]:
-    """The kernel's number of a format (enum Quant) and its scalar argument."""
-    if recipe is None:
-        return _NO_QUANT, 1.0
-    if recipe.format is QuantFormat.FP8_STATIC:
-        return 1, recipe.scale
-    if recipe.format is QuantFormat.FP8_PER_TOKEN:
-        return 2, 1.0
-    return (3 if recipe.scale_layout == "linear" else 4), recipe.global_scale
-
-
-def empty_quantised(residual: Tensor, quant: int) -> tuple[Tensor, Tensor]:
-    """Unwritten ``(quant_out, quant_scale)`` for a call whose residual is ``[T, H]``; ``quant`` as in quant_code."""
-    tokens, hidden = residual.shape
-    if quant in (1, 2):
-        codes = residual.new_empty((tokens, hidden), dtype=torch.float8_e4m3fn)
-        return codes, residual.new_empty((1,) if quant == 1 else (tokens, 1), dtype=torch.float32)
-    codes = residual.new_empty((tokens, hidden // 2), dtype=torch.uint8)
-    shape = (tokens, hidden // 16) if quant == 3 else swizzled_scale_shape(tokens, hidden)
-    return codes, residual.new_empty(shape, dtype=torch.uint8)
-
-
 def launch(
     engine: Engine,
     routed: Tensor,
@@ -150,7 +127,7 @@ def launch(
     scale: float,
     eps: float,
     weight_bias: float = 0.0,
-    quant: int = _NO_QUANT,
+    quant: int = Quant.NONE.value,
     quant_arg: float = 1.0,
     stream: int,
     flags: int = 0,
@@ -167,10 +144,10 @@ def launch(
         residual: ``[T, H]``; gives T. May be ``residual_out`` itself.
         norm_weight: ``[H]`` in the activation dtype or float32.
         residual_out, norm_out: ``[T, H]``; None skips the store.
-        quant_out, quant_scale: as empty_quantised makes them.
+        quant_out, quant_scale: as quant.empty_quantised makes them.
         scale: routed scaling factor.
         eps, weight_bias: of the norm.
-        quant, quant_arg: from quant_code.
+        quant, quant_arg: from quant.quant_code.
         stream: the address of a CUDA stream.
         flags: SOLO, PDL.
         config: index into ``engine.configs``; -1 picks by T.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .launcher import empty_quantised
+from .quant import empty_quantised
 
 if TYPE_CHECKING:
     from .consumer import CudaTail
@@ -31,31 +31,15 @@ def register(tail: CudaTail) -> int:
     return number
 
 
-def _outputs(residual: Tensor, quant: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten outputs; an operator returns tensors only, so absent ones are empty."""
-    codes, scales = empty_quantised(residual, quant) if quant else (residual.new_empty(0), residual.new_empty(0))
-    return torch.empty_like(residual), torch.empty_like(residual), codes, scales
+def _run(tail: int, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``arguments`` as the schema has them, which are those of CudaTail.run."""
+    residual_out, norm_out, codes, scales = _tails[tail].run(*arguments)
+    return residual_out, norm_out, _present(codes, residual_out), _present(scales, residual_out)
 
 
-def _run(
-    tail: int,
-    routed: Tensor,
-    weights: Tensor | None,
-    index: Tensor | None,
-    shared: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    scale: float,
-    eps: float,
-    weight_bias: float,
-    quant: int,
-    quant_arg: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _tails[tail].run(
-        routed, weights, index, shared, residual, norm_weight, scale, eps, weight_bias, quant, quant_arg
-    )
-    absent = () if quant else (residual.new_empty(0), residual.new_empty(0))
-    return (*results[: 4 - len(absent)], *absent)
+def _present(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """An operator returns tensors only, so an absent one is empty."""
+    return like.new_empty(0) if tensor is None else tensor
 
 
 def _fake(
@@ -72,7 +56,8 @@ def _fake(
     quant: int,
     quant_arg: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(residual, quant)
+    codes, scales = empty_quantised(residual, quant) if quant else (None, None)
+    return torch.empty_like(residual), torch.empty_like(residual), _present(codes, residual), _present(scales, residual)
 
 
 _library.impl("tail", _run, "CUDA")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_backends.tail_inputs import as_moe_output, refuse_bad_inputs
 from moe_contract import (
     ConsumerDeclaration,
     MoEOutput,
@@ -23,7 +24,6 @@ from moe_contract.limits import capacity_beyond
 from .local_sum import local_sum
 from .quantize import quantize
 from .rmsnorm import rms_norm
-from .tail_inputs import as_moe_output, refuse_bad_inputs
 
 
 def _declare(name: str, profile: RoundingProfile) -> ConsumerDeclaration:

@@ -1,4 +1,4 @@
-"""What the reference tail refuses, on metadata alone: no tensor is read, no device is waited for."""
+"""What a tail refuses, on metadata alone: no tensor is read, no device is waited for. For every consumer here."""
 
 from __future__ import annotations
 
