@@ -36,6 +36,13 @@ class Judgement:
         return self.worst is None
 
 
+def bound_ratio(got: Tensor, value: Tensor, bound: Tensor) -> Tensor:
+    """Elementwise |got - value| / bound, float64: 0 without an error, whatever the bound, and infinite for a NaN."""
+    error = (got.to(torch.float64) - value).abs()
+    ratio = torch.where(error == 0, 0.0, error / bound)
+    return torch.where(ratio.isnan(), torch.inf, ratio)
+
+
 def error_ratio(got: Tensor, truth: Truth, *, exact: bool) -> Tensor:
     """``[T, H]`` error / bound. With ``exact`` any difference counts as infinite.
 
@@ -43,9 +50,7 @@ def error_ratio(got: Tensor, truth: Truth, *, exact: bool) -> Tensor:
     propagate), count as infinite.
     """
     value = got.to(torch.float64)
-    error = (value - truth.value).abs()
-    # No error is no error, even where the bound is 0 too; 0 / 0 would be a NaN, which no comparison finds.
-    ratio = torch.where(error == 0, 0.0, torch.inf if exact else error / truth.bound)
+    ratio = bound_ratio(value, truth.value, torch.zeros_like(truth.bound) if exact else truth.bound)
     finite_got, finite_truth = value.isfinite(), truth.value.isfinite()
     ratio = torch.where(finite_got != finite_truth, torch.inf, ratio)
     return torch.where(~finite_got & ~finite_truth, 0.0, ratio)
@@ -57,7 +62,7 @@ def judge(got: Tensor, truth: Truth, *, exact: bool) -> Judgement:
         return Judgement(0.0, None)
     ratio = error_ratio(got, truth, exact=exact)
     headroom = float(ratio.max())
-    bad = ~(ratio <= 1.0)  # a NaN is neither above nor below
+    bad = ratio > 1.0
     if not bool(bad.any()):
         return Judgement(headroom, None)
     token, column = divmod(int(bad.reshape(-1).to(torch.uint8).argmax()), got.shape[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,11 +38,6 @@ class LayerInputs:
     norm_weight: Tensor
 
 
-WEIGHT_FIELDS = (
-    "hidden_size", "intermediate_size", "num_experts", "dtype", "stratum", "activation", "biases", "seed",
-    "shared_intermediate_size",
-)  # fmt: skip
-"""The fields of a case that its weights depend on; cases that agree on them share one set of weights."""
 EXPERT_SHIFT = 4099
 """Experts are windows on one pool of random numbers, this far apart: drawing each of 384 experts anew takes minutes.
 A prime, so that no expert's rows or columns are another's."""
@@ -74,19 +68,19 @@ def make_parts(case: LayerCase) -> list[MoELayer]:
 
 def weights_key(case: LayerCase) -> LayerCase:
     """The case with every field at rest that its weights do not depend on."""
-    return case.model_copy(update=_NEUTRAL | {name: getattr(case, name) for name in WEIGHT_FIELDS})
+    return case.model_copy(update=_NEUTRAL)
 
 
 def _parts(key: LayerCase, ranks: int, ep: int) -> list[MoELayer]:
+    # The weights before the parts: _weights locks both, in this order.
     experts, shared = _weights(key)
-    layer = MoELayer(key.hidden_size, key.num_experts, Routing(key.method, 1), key.activation, experts, shared)
-    tp = ranks // ep
-    make = partial(_shard, layer, ranks, tp, ep)
+
+    def make() -> list[MoELayer]:
+        layer = MoELayer(key.hidden_size, key.num_experts, Routing(key.method, 1), key.activation, experts, shared)
+        tp = ranks // ep
+        return [layer.shard(rank % tp, tp, rank // tp, ep) for rank in range(ranks)]
+
     return _LATEST_PARTS.get((key, ranks, ep), make)
-
-
-def _shard(layer: MoELayer, ranks: int, tp: int, ep: int) -> list[MoELayer]:
-    return [layer.shard(rank % tp, tp, rank // tp, ep) for rank in range(ranks)]
 
 
 def _weights(key: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
@@ -113,6 +107,7 @@ def _layer_generator(case: LayerCase) -> torch.Generator:
     return torch.Generator().manual_seed(case.seed * 1_000_003 + 29)
 
 
+# The fields that weights do not depend on, at rest; a field that is not here is taken to change them.
 _NEUTRAL = {"tokens": 0, "top_k": 1, "ranks": 1, "ep": 1, "method": RoutingMethod.DEFAULT, "scale": 1.0, "skew": False,
             "num_groups": 1, "topk_groups": 1, "router_dtype": "float32", "precomputed_weights": "activation",
             "weight_bias": 0.0}  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.bounds import ETA
+from moe_conformance.judge import bound_ratio
 from moe_conformance.layer_oracle import RankTruth
 from moe_contract import ExpertWeights, MoELayer, Routing, UnfinalizedMoEOutput, Violation
 
@@ -28,15 +28,15 @@ def judge_rank(output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause
     index = output.expanded_idx_to_permuted_idx.long().cpu()
     rows = _gather(output.gemm2_permuted.cpu(), index)
     weights = output.expert_weights.cpu().double()
-    row_ratio = _ratio(rows, truth.rows, truth.row_bounds).amax(-1)
+    row_ratio = bound_ratio(rows, truth.rows, truth.row_bounds).amax(-1)
     aligned = _aligned(truth, rows, index >= 0, weights, row_ratio <= 1.0)
     if aligned is not truth:
-        truth, row_ratio = aligned, _ratio(rows, aligned.rows, aligned.row_bounds).amax(-1)
+        truth, row_ratio = aligned, bound_ratio(rows, aligned.rows, aligned.row_bounds).amax(-1)
     presence = _presence(index >= 0, truth, rank)
     if presence is not None:
         return RowJudgement(float("inf"), presence)
     row_ratio = torch.where(truth.present, row_ratio, 0.0)
-    weight_ratio = _ratio(weights, truth.weights, truth.weight_bounds)
+    weight_ratio = bound_ratio(weights, truth.weights, truth.weight_bounds)
     headroom = max(float(row_ratio.max()), float(weight_ratio.max())) if row_ratio.numel() else 0.0
     if bool((row_ratio > 1.0).any()):
         return RowJudgement(headroom, _row_violation(rows, truth, row_ratio, rank, clause, part.experts))
@@ -50,12 +50,6 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         return torch.zeros(*index.shape, rows.shape[1], dtype=torch.float64)
     return torch.where((index >= 0).unsqueeze(-1), rows[index.clamp(min=0)].double(), 0.0)
-
-
-def _ratio(got: Tensor, value: Tensor, bound: Tensor) -> Tensor:
-    error = (got - value).abs()
-    ratio = error / bound.clamp(min=ETA[torch.float32])
-    return torch.where(error.isnan(), torch.inf, torch.where(error == 0, 0.0, ratio))
 
 
 def _aligned(truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor, fits: Tensor) -> RankTruth:
@@ -87,7 +81,7 @@ def _order_of(token: int, truth: RankTruth, rows: Tensor, present: Tensor, weigh
     free = list(range(top_k))
     order: list[int | None] = [None] * top_k
     for slot in present[token].nonzero().reshape(-1).tolist():
-        ratios = _ratio(rows[token, slot], truth.rows[token], truth.row_bounds[token]).amax(-1)
+        ratios = bound_ratio(rows[token, slot], truth.rows[token], truth.row_bounds[token]).amax(-1)
         fitting = [other for other in free if bool(truth.present[token, other]) and float(ratios[other]) <= 1.0]
         if fitting:
             order[slot] = fitting[0]
@@ -129,7 +123,7 @@ def _row_violation(
 ) -> Violation:
     token, slot = (int(i) for i in (ratio > 1.0).nonzero()[0])
     row, expected, bound = rows[token, slot], truth.rows[token, slot], truth.row_bounds[token, slot]
-    column = int(_ratio(row, expected, bound).argmax())
+    column = int(bound_ratio(row, expected, bound).argmax())
     cause, hint = _explain_row(row, truth, token, slot, clause, experts)
     return Violation(
         clause=cause,

@@ -139,8 +139,8 @@ class Report(_Record):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Ids of the manifest that did not run."""
-        present = {case.id for case in self.cases if case.verdict is not Verdict.NOT_RUN}
+        """Ids of the manifest without a result."""
+        present = {case.id for case in self.cases}
         return tuple(case_id for case_id in self.manifest if case_id not in present)
 
     @property
@@ -149,15 +149,18 @@ class Report(_Record):
         return not self.complete or bool(self.missing) or self.count()[Verdict.NOT_RUN] > 0
 
     @property
-    def exit_status(self) -> int:
-        """0 all clauses hold; 1 one is broken; 2 a suite error, or planned cases did not run; 3 nothing passed."""
+    def outcome_status(self) -> int:
+        """The exit status that the cases which ran would have by themselves."""
         if self.suite_errors or any(case.suite_error or case.verdict is Verdict.VACUOUS for case in self.cases):
             return 2
         if any(case.broken for case in self.cases):
             return 1
-        if not any(case.verdict is Verdict.PASS for case in self.cases):
-            return 3
-        return 2 if self.partial else 0
+        return 0 if any(case.verdict is Verdict.PASS for case in self.cases) else 3
+
+    @property
+    def exit_status(self) -> int:
+        """0 all clauses hold; 1 one is broken; 2 a suite error, or planned cases did not run; 3 nothing passed."""
+        return 2 if self.outcome_status == 0 and self.partial else self.outcome_status
 
 
 def largest_headroom(cases: tuple[CaseResult, ...]) -> CaseResult | None:

@@ -31,6 +31,8 @@ HEADLINES = {
     2: ("ERROR", "bold red"),
     3: ("NOTHING RAN", "bold red"),
 }
+PARTIAL = ("PARTIAL", "bold red")
+"""In their place where the exit status is 2 for the cases alone that did not run."""
 
 
 def make_console(file: TextIO | None = None) -> Console:
@@ -50,21 +52,11 @@ def print_report(report: Report, console: Console, *, verbosity: int = 0) -> Non
         _print_reasons(report, console, verbosity)
     if verbosity > 0:
         _print_slowest(report, console)
-    word, style = ("PARTIAL", "bold red") if _only_partial(report) else HEADLINES[report.exit_status]
+    word, style = PARTIAL if report.exit_status != report.outcome_status else HEADLINES[report.exit_status]
     lines = textwrap.wrap(f"{word}  {summary(report)}", console.width, subsequent_indent=" " * (len(word) + 2))
     last = Text("\n".join(lines))
     last.stylize(style, 0, len(word))
     console.print(last, soft_wrap=True)
-
-
-def _only_partial(report: Report) -> bool:
-    """Whether the exit status is 2 for the cases that are missing alone."""
-    whole = report.model_copy(update={"complete": True, "manifest": (), "cases": _with_outcome(report.cases)})
-    return report.exit_status == 2 and whole.exit_status == 0
-
-
-def _with_outcome(cases: tuple[CaseResult, ...]) -> tuple[CaseResult, ...]:
-    return tuple(case for case in cases if case.verdict is not Verdict.NOT_RUN)
 
 
 def summary(report: Report) -> str:

@@ -19,15 +19,7 @@ from moe_conformance.subjects.calls import Settings, on_every_rank
 from moe_conformance.support import tail_unsupported
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, UnsupportedCaseError
-from moe_contract import (
-    Consumer,
-    ConsumerDeclaration,
-    MoEOutput,
-    Tail,
-    TailOutput,
-    UnfinalizedMoEOutput,
-    Violation,
-)
+from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, UnfinalizedMoEOutput, Violation
 
 cached_inputs = lru_cache(maxsize=4)(make_tail_inputs)
 """Every consumer gets the same inputs, one after the other; each call is handed a copy."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from moe_conformance.judge import same_bits
+from moe_conformance.judge import bound_ratio, same_bits
 from moe_conformance.layer_judge import judge_rank
 from moe_conformance.layer_oracle import RankTruth
 from moe_conformance.subjects.calls import first_line
@@ -70,9 +69,8 @@ def require_within(
     result: Tensor, value: Tensor, bound: Tensor, *, clause: str, field: str, rank: int, layer: LayerSubject
 ) -> None:
     """Raises where ``result [T, H]`` is not within ``bound`` of ``value``; NaN is not. Records the headroom."""
-    got = result.cpu().double()
-    error = (got - value.cpu()).abs()
-    ratio = torch.where(error == 0, 0.0, error / bound.cpu()).nan_to_num(nan=torch.inf)
+    got = result.cpu()
+    ratio = bound_ratio(got, value.cpu(), bound.cpu())
     headroom = float(ratio.max()) if ratio.numel() else 0.0
     layer.record(headroom)
     if headroom <= 1.0:
@@ -99,7 +97,7 @@ def _rows_truth(layer: LayerSubject, rank: int) -> RankTruth:
     if not integers or layer.declaration.intermediate_dtype != "float32":
         return truth
     rows = truth.rows.to(layer.parts[rank].dtype).double()
-    return replace(truth, rows=rows, row_bounds=torch.zeros_like(rows))
+    return replace(truth, rows=rows, row_bounds=rows.new_zeros(rows.shape))
 
 
 def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.marks import clause, layers, tails
+from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
@@ -81,7 +81,7 @@ def test_tail_says_that_it_cannot_run_on_a_device(tail: TailSubject) -> None:
 
 
 @clause("CAP-2")
-@layers(where=lambda case: case.ranks > 1)
+@layers(where=several_ranks)
 def test_producer_says_that_it_cannot_run_on_a_device(layer: LayerSubject) -> None:
     """A layer on a device that no producer declares (torch's meta device) is refused with the reason."""
     layer.require_support()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase
 from moe_conformance.layer_oracle import EXACT, mlp
-from moe_conformance.marks import clause, layers, tails
+from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import require_within
@@ -16,12 +15,8 @@ from moe_contract import Violation
 WITH_SHARED = {"shared_intermediate_size": 32}
 
 
-def _multi_rank(case: LayerCase) -> bool:
-    return case.ranks > 1 and case.shared_intermediate_size % case.ranks == 0
-
-
 @clause("SHARED-1")
-@layers(WITH_SHARED, {**WITH_SHARED, "method": "deepseek-v3", "scale": 2.5}, where=_multi_rank)
+@layers(WITH_SHARED, {**WITH_SHARED, "method": "deepseek-v3", "scale": 2.5}, where=several_ranks)
 def test_layer_hands_over_each_ranks_own_partial(layer: LayerSubject) -> None:
     """The shared output around a producer is the rank's partial: not reduced, not replicated, not scaled."""
     outputs = layer.run_forward(layer.config())
