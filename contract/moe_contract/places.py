@@ -10,7 +10,9 @@ from types import CodeType, FrameType, TracebackType
 
 OURS = frozenset({"moe_contract", "moe_conformance"})
 """Top-level packages whose frames call a plug-in and are never the place of its mistake."""
-BETWEEN = frozenset({"torch", "pydantic", "contextlib", "functools", "importlib", "threading"})
+BETWEEN = frozenset(
+    {"torch", "pydantic", "contextlib", "functools", "importlib", "threading", "_pytest", "pluggy", "xdist"}
+)
 """Packages that stand between the suite and a plug-in, such as an import or a compiled call."""
 INSTALLED = "site-packages"
 """The folder in which packages of different authors lie beside one another."""

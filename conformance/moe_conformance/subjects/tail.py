@@ -16,6 +16,7 @@ from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judge import Judgement, judge, same_bits
 from moe_conformance.oracle import Truth, norm_truth, residual_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
+from moe_conformance.subjects.protocol import require_data
 from moe_conformance.support import tail_unsupported
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, UnsupportedCaseError
@@ -233,15 +234,28 @@ def _snapshot(output: object) -> TailOutput:
 def _checked(name: str, output: object, call: TailInputs) -> TailOutput:
     """The output on the CPU, or BackendError in one line when it is not what a tail returns."""
     if not isinstance(output, TailOutput):
-        raise BackendError(f"{name} returned {type(output).__name__}, expected moe_contract.TailOutput")
+        got = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        fields = "; @consumer takes its first two fields as a tuple too" if isinstance(output, tuple) else ""
+        raise BackendError(f"{name} returned {got}, expected moe_contract.TailOutput{fields}")
     want = (tuple(call.residual.shape), call.residual.dtype)
     for what in ("residual_out", "norm_out"):
         tensor = getattr(output, what)
         if not isinstance(tensor, Tensor):
             raise BackendError(f"{name} returned {type(tensor).__name__} as {what}, expected a tensor {list(want[0])}")
+        require_data(name, what, tensor)
         if (tuple(tensor.shape), tensor.dtype) != want:
             raise BackendError(
                 f"{name} returned {what} {list(tensor.shape)} {tensor.dtype}, expected {list(want[0])} {want[1]}"
             )
-    codes, scale = (None if field is None else field.cpu() for field in (output.quant_out, output.quant_scale))
-    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), codes, scale)
+    quantised = [_optional(name, what, getattr(output, what)) for what in ("quant_out", "quant_scale")]
+    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), *quantised)
+
+
+def _optional(name: str, what: str, value: object) -> Tensor | None:
+    """The tensor on the CPU, or None where there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise BackendError(f"{name} returned {type(value).__name__} as {what}, expected a tensor or None")
+    require_data(name, what, value)
+    return value.cpu()
