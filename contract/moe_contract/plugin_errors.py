@@ -8,6 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+CUTOFF = 0.6
+"""difflib's own: the share of letters in common from which two names count as the same one, misspelt."""
+
 
 class PlugInError(TypeError):
     """A declaration or a signature that cannot be used; the message is one line that begins with the author's line."""
@@ -31,9 +34,10 @@ def declaration_mistakes(model: str, fields: Iterable[str], error: ValidationErr
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest known name; empty where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """``; did you mean 'x'?`` for the nearest known name, in whatever case; empty where none is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=CUTOFF)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def _mistake(found: dict[str, Any], fields: list[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError
 from moe_contract import (
     Consumer,
@@ -21,6 +22,7 @@ from moe_contract import (
     RankGroup,
     Tail,
     TailCapacity,
+    TailOutput,
     UnfinalizedMoEOutput,
 )
 from moe_contract.checks.findings import TRIPLE
@@ -99,6 +101,36 @@ def require_data(name: str, field: str, tensor: object, *, meta: bool = False) -
         raise BackendError(f"{name} returned {field} as a {kind} tensor, expected a strided one")
     if tensor.is_meta and not meta:
         raise BackendError(f"{name} returned {field} on the meta device, without data, expected a real tensor")
+
+
+def checked_output(name: str, output: object, call: TailInputs) -> TailOutput:
+    """A tail's output on the CPU; raises BackendError where it is not what a tail returns for this call."""
+    if not isinstance(output, TailOutput):
+        got = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        fields = "; @consumer takes its first two fields as a tuple too" if isinstance(output, tuple) else ""
+        raise BackendError(f"{name} returned {got}, expected moe_contract.TailOutput{fields}")
+    want = (tuple(call.residual.shape), call.residual.dtype)
+    for what in ("residual_out", "norm_out"):
+        tensor = getattr(output, what)
+        if not isinstance(tensor, Tensor):
+            raise BackendError(f"{name} returned {type(tensor).__name__} as {what}, expected a tensor {list(want[0])}")
+        require_data(name, what, tensor)
+        if (tuple(tensor.shape), tensor.dtype) != want:
+            raise BackendError(
+                f"{name} returned {what} {list(tensor.shape)} {tensor.dtype}, expected {list(want[0])} {want[1]}"
+            )
+    quantised = [_optional(name, what, getattr(output, what)) for what in ("quant_out", "quant_scale")]
+    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), *quantised)
+
+
+def _optional(name: str, what: str, value: object) -> Tensor | None:
+    """The tensor on the CPU, or None where there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise BackendError(f"{name} returned {type(value).__name__} as {what}, expected a tensor or None")
+    require_data(name, what, value)
+    return value.cpu()
 
 
 def _require(name: str, what: str, function: object, call: Call, origin: str = "") -> None:
