@@ -59,7 +59,7 @@ def request_of(config: pytest.Config) -> PlanRequest:
         profile=config.getoption("--moe-profile"),
         ranks=tuple(int(size) for size in sizes.split(",")) if sizes else None,
         device=config.getoption("--moe-device"),
-        clauses=tuple(config.getoption("--moe-clause")),
+        clauses=tuple(clause.upper() for clause in config.getoption("--moe-clause")),
         seed=config.getoption("--moe-seed"),
     )
 

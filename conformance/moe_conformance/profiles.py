@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_conformance.models import Model, models
+from moe_contract.plugin_errors import nearest
 
 PROFILE_NAMES = ("smoke", "core", "full")
 MODEL_PREFIX = "model:"
@@ -154,6 +154,4 @@ def _model_profile(name: str) -> Profile:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    suggestion = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}{suggestion} (known: {', '.join(known)})"
+    return f"unknown {what} {name!r}{nearest(name, known)} (known: {', '.join(known)})"

@@ -49,6 +49,36 @@ def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["explain"], "CLAUSE"),
         (["list", "backend"], "unknown list 'backend'; did you mean 'backends'?"),
         (["lst"], "'list'"),
+        (["run", "--producer", ""], "unknown backend ''"),
+        (["run", "--consumer", ""], "unknown backend ''"),
+        (["run", "--profile", ""], "unknown profile ''"),
+        (["run", "--profile", "SMOKE"], "unknown profile 'SMOKE'; did you mean 'smoke'?"),
+        (["run", "--device", ""], "--device: expected cpu or cuda, got ''"),
+        (["run", "--clause", ""], "unknown clause ''"),
+        (["run", "--seed", ""], "'--seed'"),
+        (["run", "--seed", "-1"], "--seed: expected a whole number from 0 to 4294967295, got -1"),
+        (["run", "--seed", "99999999999999999999"], "--seed: expected a whole number from 0"),
+        (["run", "-n", ""], "-n: expected auto or a number of worker processes from 1, got ''"),
+        (["run", "--shard", ""], "--shard: expected a shard such as 1/4, got ''"),
+        (["run", "--report", ""], "--report: expected a folder such as report, or . for this one, got ''"),
+        (["run", "--report", " "], "--report: expected a folder such as report, or . for this one, got ' '"),
+        (["run", "--timeout", ""], "'--timeout'"),
+        (["run", "--timeout", "1e30"], "--timeout: expected seconds above 0 and at most 86400"),
+        (["explain", ""], "unknown clause ''"),
+        (["list", ""], "unknown list ''"),
+        (["list", "Backends"], "unknown list 'Backends'; did you mean 'backends'?"),
+        (["list", "backends", "--profile", "smok"], "list backends takes no --profile: leave it out, or ask for list"),
+        (["list", "backends", "--profile", ""], "list backends takes no --profile"),
+        (["list", "backends", "--device", "gpu"], "--device: expected cpu or cuda, got 'gpu'"),
+        (["list", "clauses", "--clause", "MAP-4"], "list clauses takes no --clause: moe-conformance explain MAP-4"),
+        (["list", "models", "--seed", "0"], "list models takes no --seed"),
+        (["list", "profiles", "--device", "cpu"], "list profiles takes no --device"),
+        (["list", "clauses", "--tp", ""], "list clauses takes no --tp"),
+        (["list", "backends", "--producer", "x"], "list backends takes no --producer"),
+        (["list", "backends", "--consumer", ""], "list backends takes no --consumer"),
+        (["list", "cases", "--profile", "smok"], "unknown profile 'smok'; did you mean 'smoke'?"),
+        (["list", "cases", "--seed", "-1"], "--seed: expected a whole number"),
+        (["list", "cases", "--clause", ""], "unknown clause ''"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -82,6 +112,66 @@ def test_backend_that_cannot_be_imported_is_one_line(
     assert invoke(["run", "--consumer", f"{module}:it"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+
+
+def test_misspelt_object_of_a_module_is_suggested(current_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a file's name is turned into that of its module."""
+    write_wrong_plugins(current_folder)
+    for wrong, expected in (("wrong:rihgt", "did you mean 'wrong:right'?"), ("wrong.py:right", "write wrong:right")):
+        assert invoke(["run", "--consumer", wrong]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--clause", "rows-6", "--consumer", "reference"],
+            "no case of ROWS-6: it is a producer's clause, and only --consumer is given; add --producer NAME",
+        ),
+        (
+            ["--clause", "NORM-1", "--producer", "reference"],
+            "no case of NORM-1: it is a consumer's clause, and only --producer is given; add --consumer NAME",
+        ),
+        (
+            ["--clause", "RED-6", "--consumer", "reference", "--tp", "1"],
+            "no case of RED-6: it needs other tensor-parallel sizes than --tp 1; leave --tp out",
+        ),
+    ],
+)  # fmt: skip
+def test_clause_without_a_case_says_which_option_gives_it_one(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a run that has nothing else to do, and in the list of cases."""
+    arguments = [*arguments, "--profile", "smoke", "--device", "cpu"]
+    assert invoke(["run", *arguments]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert expected in out and "NOTHING RAN" in out
+    assert invoke(["list", "cases", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "" and expected in captured.err
+
+
+def test_clause_with_cases_and_one_whose_backend_cannot_run_here_get_no_note(
+    current_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options are not the reason."""
+    write_wrong_plugins(current_folder)
+    for consumer in ("reference", "wrong:gpu_only"):
+        options = ["--consumer", consumer, "--clause", "norm-1", "--profile", "smoke", "--device", "cpu"]
+        assert invoke(["list", "cases", *options]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_clause_is_taken_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command that takes one."""
+    assert invoke(["explain", "map-4"]) == 0
+    assert capsys.readouterr().out.startswith("MAP-4\n")
+    options = ["--consumer", "reference", "--profile", "smoke", "--device", "cpu"]
+    assert invoke(["list", "cases", "--clause", "Map-4", "--clause", "MAP-4", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and len(set(lines)) == len(lines) and all(line.startswith("MAP-4 ") for line in lines)
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

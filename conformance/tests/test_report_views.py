@@ -125,6 +125,50 @@ def test_reproduce_names_what_the_run_was_given() -> None:
     assert reproduce(case, selection) == expected
 
 
+def _sized(number: int, clause: str = "MAP-4", **fields: Any) -> CaseResult:
+    """A failure blamed on MAP-4 with the sizes of a small consumer's case, but for ``fields``."""
+    names = {"producer": fields.pop("producer", None)}
+    sizes = {"tokens": 5, "ranks": 1, "top_k": 4, "hidden_size": 256, "dtype": "bfloat16", **fields}
+    return failure(clause, number=number, case=sizes, **names)
+
+
+@pytest.mark.parametrize(
+    "harder",
+    [
+        {"tokens": 6},
+        {"ranks": 2},
+        {"top_k": 8},
+        {"hidden_size": 512},
+        {"absent": "quarter", "tokens": 1},
+        {"producer": "p", "tokens": 1},
+        {"clause": "NUM-1"},
+        {"num_experts": 16, "intermediate_size": 32, "method": "deepseek-v3", "tokens": 1},
+    ],
+    ids=str,
+)
+def test_simplest_case_is_shown(harder: dict[str, Any]) -> None:
+    """Whichever ran first: alone before in a pair, without variants, then few tokens, ranks, slots and columns."""
+    simple = _sized(7)
+    (group,) = group_failures([_sized(1, **harder), simple, _sized(2, **harder)])
+    assert group.shown == simple
+
+
+def test_commands_say_when_another_clauses_test_found_it() -> None:
+    """The blamed clause is explained, and the clause whose test found it is run."""
+    text = printed(report_of(failure("NUM-1")), width=200)
+    assert "more: moe-conformance explain MAP-4\n" in text
+    assert "reproduce (found by the test of NUM-1): moe-conformance run --consumer acme-tail --clause NUM-1 " in text
+
+
+def test_reproduce_runs_both_clauses_where_one_accounts_for_the_other() -> None:
+    """Without the blamed clause's own failure the case would be blamed on its own clause."""
+    explained = failure("NUM-1", explained_by="SCALE-1")
+    selection = Selection(profile="core", producers=(), consumers=(), ranks=(1,), timeout_s=2.5)
+    assert reproduce(explained, selection) == (
+        "moe-conformance run --consumer acme-tail --clause NUM-1 --clause SCALE-1 --profile core --timeout 2.5"
+    )
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_report_keeps_to_the_width_but_for_commands_to_copy(width: int) -> None:
     """No line is folded by the terminal, however long the names are."""
@@ -132,7 +176,7 @@ def test_report_keeps_to_the_width_but_for_commands_to_copy(width: int) -> None:
     cases = [*every_family(consumer=long), *every_family(producer="reference-route-major", consumer=long)]
     cases += [failure(consumer=long), result("CAP-1", Verdict.UNSUPPORTED, reason=f"{long} declares no limit")]
     text = printed(report_of(*cases), width=width)
-    lines = [line for line in text.splitlines() if "reproduce: " not in line]
+    lines = [line for line in text.splitlines() if not line.strip().startswith("reproduce")]
     assert all(len(line) <= width for line in lines if long not in line)
 
 

@@ -47,6 +47,13 @@ def last_row(group, output, residual, norm_weight, *, eps, weight_bias):
     return tail(group, output, residual, norm_weight, eps, weight_bias)
 
 
+@consumer(name="norm-too-wide")
+def norm_too_wide(group, output, residual, norm_weight, *, eps, weight_bias):
+    residual_out, norm_out = tail(group, output, residual, norm_weight, eps, weight_bias)
+    width = residual.shape[1]
+    return residual_out, (norm_out.double() * ((width + 64) / width) ** 0.5).to(residual.dtype)
+
+
 @consumer(name="raises")
 def raises(group, output, residual, norm_weight, *, eps, weight_bias):
     raise KeyError("no such buffer")

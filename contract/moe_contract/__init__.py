@@ -29,6 +29,7 @@ from moe_contract.forward import MoEForward
 from moe_contract.layer import Activation, ExpertWeights, MoELayer, PrecomputedRouting, Routing, RoutingMethod
 from moe_contract.negotiation import Negotiation, negotiate
 from moe_contract.outputs import MoEOutput, PendingOutputError, UnfinalizedMoEOutput, is_unfinalized
+from moe_contract.plugin_errors import PlugInError
 from moe_contract.quant import QuantFormat, QuantRecipe
 from moe_contract.shared_expert import shared_expert_output
 from moe_contract.violations import ContractViolation, Violation
@@ -54,6 +55,7 @@ __all__ = [
     "Negotiation",
     "PeerTimeoutError",
     "PendingOutputError",
+    "PlugInError",
     "PrecomputedRouting",
     "Producer",
     "ProducerDeclaration",

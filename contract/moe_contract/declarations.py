@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from moe_contract.dtypes import ActivationDtypeName, DtypeName
 from moe_contract.layer import Activation, RoutingMethod
+from moe_contract.places import place_of_caller
+from moe_contract.plugin_errors import PlugInError, declaration_mistakes
 from moe_contract.quant import QuantFormat
 
 WeightsDtype = Literal["activation", "float32"]
@@ -74,6 +76,16 @@ class _Declaration(BaseModel):
     hidden_size_multiple: int = Field(default=1, ge=1)
     requires: str = ""
     """What it needs beyond torch, in one phrase, for the user who cannot run it."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _mistakes_in_one_line(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            name = data.get("name") if isinstance(data, dict) else None
+            message = declaration_mistakes(cls.__name__, cls.model_fields, error, name)
+            raise PlugInError(place_of_caller(), message) from None
 
 
 class ProducerDeclaration(_Declaration):

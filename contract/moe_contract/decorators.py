@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.layer import MoELayer, PrecomputedRouting
 from moe_contract.limits import capacity_beyond, layer_beyond
 from moe_contract.outputs import MoEOutput, UnfinalizedMoEOutput
+from moe_contract.quant import QuantRecipe
+from moe_contract.signatures import FINISH, FINISH_QUANTISED, PRODUCE, require_takes
+
+TAIL_OUTPUT_FIELDS = range(2, len(fields(TailOutput)) + 1)
+"""Lengths of a tuple that stands for a TailOutput: its last two fields may be left out."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,25 @@ class _FunctionTail:
     capacity: TailCapacity
     checked: bool
 
-    def __call__(self, output: MoEOutput, residual: Tensor, norm_weight: Tensor, **options: Any) -> TailOutput:
+    def __call__(
+        self,
+        output: MoEOutput,
+        residual: Tensor,
+        norm_weight: Tensor,
+        *,
+        eps: float,
+        weight_bias: float = 0.0,
+        quant: QuantRecipe | None = None,
+    ) -> TailOutput:
         if self.checked:
             self._require(output, residual)
-        options = {name: value for name, value in options.items() if name != "quant" or value is not None}
-        result = self.function(self.group, output, residual, norm_weight, **options)
-        return TailOutput(*result) if isinstance(result, tuple) else result
+        options: dict[str, Any] = {"eps": eps, "weight_bias": weight_bias}
+        if quant is not None:
+            options["quant"] = quant
+        result: Any = self.function(self.group, output, residual, norm_weight, **options)
+        # A tuple of another length is handed on as it is: whoever reads it says what is wrong with it.
+        is_output = isinstance(result, tuple) and len(result) in TAIL_OUTPUT_FIELDS
+        return TailOutput(*result) if is_output else result
 
     def close(self) -> None:
         pass
@@ -98,9 +116,18 @@ def _refuse(name: str, beyond: Iterator[str]) -> None:
 
 
 def producer(**declared: Any) -> Callable[[Callable[..., Any]], Producer]:
-    """Turns ``f(layer, config, hidden_states, router_logits)`` into a producer; keywords are its declaration."""
+    """Turns ``f(layer, config, hidden_states, router_logits)`` into a producer; keywords are its declaration.
+
+    Raises:
+        PlugInError: a word of the declaration is unknown or impossible, or the function takes other arguments.
+    """
     declaration = ProducerDeclaration(**declared)
-    return lambda function: _FunctionProducer(declaration, function)
+
+    def decorate(function: Callable[..., Any]) -> Producer:
+        require_takes(function, PRODUCE)
+        return _FunctionProducer(declaration, function)
+
+    return decorate
 
 
 def consumer(*, checked: bool = True, **declared: Any) -> Callable[[Callable[..., Any]], Consumer]:
@@ -113,6 +140,16 @@ def consumer(*, checked: bool = True, **declared: Any) -> Callable[[Callable[...
         checked: refuse, before each call, what breaks the contract's metadata clauses or the declaration. False hands
             everything to the function, which then has to refuse it itself.
         **declared: fields of ConsumerDeclaration.
+
+    Raises:
+        PlugInError: a word of the declaration is unknown or impossible, or the function takes other arguments.
     """
     declaration = ConsumerDeclaration(**declared)
-    return lambda function: _FunctionConsumer(declaration, function, checked)
+
+    def decorate(function: Callable[..., Any]) -> Consumer:
+        require_takes(function, FINISH)
+        if declaration.quant_formats:
+            require_takes(function, FINISH_QUANTISED)
+        return _FunctionConsumer(declaration, function, checked)
+
+    return decorate

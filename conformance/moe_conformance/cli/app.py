@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,8 @@ ConsumerOption = Annotated[
     Names | None,
     typer.Option("--consumer", metavar="NAME", help="consumer: an installed name or module:object; repeatable"),
 ]
-ProfileOption = Annotated[str, typer.Option("--profile", metavar="NAME", help="smoke, core, full or model:NAME")]
+PROFILE = typer.Option("--profile", metavar="NAME", help="smoke, core, full or model:NAME")
+ProfileOption = Annotated[str, PROFILE]
 SizesOption = Annotated[
     str | None, typer.Option("--tp", metavar="1,2,4,8", help="tensor-parallel sizes; default: the profile's own")
 ]
@@ -45,7 +46,8 @@ DeviceOption = Annotated[
 ClauseOption = Annotated[
     Names | None, typer.Option("--clause", metavar="ID", help="only the tests of this clause; repeatable")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="seed of all inputs")]
+SEED = typer.Option("--seed", metavar="N", help="seed of all inputs")
+SeedOption = Annotated[int, SEED]
 
 
 @app.command()
@@ -62,7 +64,7 @@ def run(
     ] = "auto",
     shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="run only part I of N")] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="write report.json and junit.xml there")
+        str | None, typer.Option("--report", metavar="DIR", help="write report.json and junit.xml there")
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")] = 60.0,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="failures and the last line only")] = False,
@@ -89,19 +91,28 @@ def list_things(
     what: Annotated[str, typer.Argument(metavar="backends|clauses|cases|profiles|models", help="what to list")],
     producer: ProducerOption = None,
     consumer: ConsumerOption = None,
-    profile: ProfileOption = "core",
+    profile: Annotated[str | None, PROFILE] = None,
     tp: SizesOption = None,
     device: DeviceOption = None,
     clause: ClauseOption = None,
-    seed: SeedOption = 0,
+    seed: Annotated[int | None, SEED] = None,
 ) -> None:
-    """List backends, clauses, cases, profiles or models; the options select cases as they do for run."""
+    """List backends, clauses, cases, profiles or models; the options select cases as they do for run.
+
+    Backends take --device alone; clauses, profiles and models take no option.
+    """
     from moe_conformance.cli.listing import list_command
     from moe_conformance.cli.selection import Asked
 
-    list_command(
-        what, Asked(tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed)
-    )
+    options: dict[str, Any] = {
+        "--producer": producer, "--consumer": consumer, "--profile": profile, "--tp": tp, "--device": device,
+        "--clause": clause, "--seed": seed,
+    }  # fmt: skip
+    asked = Asked(
+        tuple(producer or ()), tuple(consumer or ()), "core" if profile is None else profile, tp, device,
+        tuple(clause or ()), seed or 0,
+    )  # fmt: skip
+    list_command(what, asked, {name for name, value in options.items() if value is not None})
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 EXIT_USAGE = 2
@@ -20,7 +19,7 @@ def one_line(text: object) -> str:
 
 def unknown(what: str, name: str, known: Iterable[str]) -> CommandError:
     """The error for a name that does not exist, with the nearest one that does."""
+    from moe_contract.plugin_errors import nearest  # here, since --help must not import torch
+
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    suggestion = f"; did you mean {near[0]!r}?" if near else ""
-    return CommandError(f"unknown {what} {name!r}{suggestion} (known: {', '.join(names)})")
+    return CommandError(f"unknown {what} {name!r}{nearest(name, names)} (known: {', '.join(names)})")

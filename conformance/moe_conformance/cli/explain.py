@@ -19,7 +19,7 @@ LABEL_WIDTH = 12
 
 def explain_command(clause_id: str) -> None:
     """Prints everything the registry and the suite say about a clause."""
-    check_clause(clause_id)
+    clause_id = check_clause(clause_id)
     clause = get_clause(clause_id)
     profiles = ", ".join(profile.value for profile in clause.profile)
     facts = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from moe_conformance.cli.absence import absence_notes
 from moe_conformance.cli.errors import CommandError, unknown
 from moe_conformance.cli.selection import Asked, choose_device, installed_candidates, select
 from moe_conformance.models import models
@@ -13,9 +15,15 @@ from moe_conformance.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
 from moe_conformance.report.terminal import make_console
 from moe_contract.clauses import registry
 
+OPTIONS: dict[str, Collection[str]] = {"backends": ("--device",)}
+"""The options that say something to a list, but for ``cases``, which takes all."""
 
-def list_command(what: str, asked: Asked) -> None:
-    """Prints what was asked for; raises CommandError for an unknown list."""
+
+def list_command(what: str, asked: Asked, given: Collection[str] = ()) -> None:
+    """Prints what was asked for; raises CommandError for an unknown list and for an option that it does not take.
+
+    ``given``: the options that stand on the command line.
+    """
     lists: dict[str, Callable[[Asked], None]] = {
         "backends": _backends,
         "clauses": _clauses,
@@ -25,7 +33,17 @@ def list_command(what: str, asked: Asked) -> None:
     }
     if what not in lists:
         raise unknown("list", what, lists)
+    for option in sorted(given) if what != "cases" else ():
+        if option not in OPTIONS.get(what, ()):
+            raise CommandError(f"list {what} takes no {option}: {_instead(option, asked)}")
     lists[what](asked)
+
+
+def _instead(option: str, asked: Asked) -> str:
+    """What to do in place of an option that a list does not take."""
+    if option == "--clause":
+        return f"moe-conformance explain {asked.clauses[0]} says what the clause asks for"
+    return "leave it out, or ask for list cases, which are what it selects"
 
 
 def _backends(asked: Asked) -> None:
@@ -45,10 +63,13 @@ def _clauses(asked: Asked) -> None:
 
 
 def _cases(asked: Asked) -> None:
+    request = select(asked).request
     try:
-        planned = plan(select(asked).request)
+        planned = plan(request)
     except PlanError as error:
         raise CommandError(str(error)) from error
+    for note in absence_notes(asked, request, planned):
+        print(note, file=sys.stderr)
     for case in planned:
         print(f"{case.clause:<9} {case.id}")
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
+from moe_conformance.cli.absence import absence_notes
 from moe_conformance.cli.errors import CommandError
 from moe_conformance.cli.selection import Asked, select
-from moe_conformance.plan import PlanError
+from moe_conformance.plan import PlanError, plan
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
 from moe_conformance.report.writer import ReportFolderError, prepare_folder
 from moe_conformance.runner import Shard, ShardError, run
+
+LONGEST_TIMEOUT_S = 86_400
+"""A day. Timers of the operating system take no arbitrarily large number."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class RunOptions:
 
     workers: str
     shard: str | None
-    report: Path | None
+    report: str | None
     timeout_s: float
     verbosity: int
 
@@ -33,18 +38,23 @@ class RunOptions:
 def run_command(asked: Asked, options: RunOptions) -> int:
     """Runs, prints, writes; the exit status. Every option is checked before the first case runs."""
     workers, shard = parse_workers(options.workers), parse_shard(options.shard)
-    if not (math.isfinite(options.timeout_s) and options.timeout_s > 0):
-        raise CommandError(f"--timeout: expected seconds above 0, got {options.timeout_s}")
+    if not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:
+        raise CommandError(
+            f"--timeout: expected seconds above 0 and at most {LONGEST_TIMEOUT_S} (a day), got {options.timeout_s}"
+        )
+    report_dir = parse_folder(options.report)
     selected = select(asked)
     try:
-        if options.report is not None:
-            prepare_folder(options.report)
+        if report_dir is not None:
+            prepare_folder(report_dir)
         console = make_console()
+        for note in absence_notes(asked, selected.request, plan(selected.request) if asked.clauses else ()):
+            console.print(Text("\n".join(textwrap.wrap(note, console.width)), style="yellow"), soft_wrap=True)
         report = run(
             selected.request,
             workers=workers,
             shard=shard,
-            report_dir=options.report,
+            report_dir=report_dir,
             progress=_progress(console, options.verbosity),
             timeout_s=options.timeout_s,
             backends=selected.backends,
@@ -55,6 +65,13 @@ def run_command(asked: Asked, options: RunOptions) -> int:
         raise CommandError(str(error)) from error
     print_report(report, console, verbosity=options.verbosity)
     return report.exit_status
+
+
+def parse_folder(text: str | None) -> Path | None:
+    """The report's folder; an empty name, as an unset variable of a script gives it, is refused."""
+    if text is not None and not text.strip():
+        raise CommandError(f"--report: expected a folder such as report, or . for this one, got {text!r}")
+    return None if text is None else Path(text)
 
 
 def parse_workers(text: str) -> int | None:

@@ -23,6 +23,8 @@ REFERENCE = "reference"
 """The partner of a backend that is named alone."""
 MOST_RANKS = 64
 """Largest tensor-parallel size: ranks are threads of one process, and the published kernels end at 64."""
+LARGEST_SEED = 2**32 - 1
+"""The inputs' streams are told apart by multiples of about 2^20 of it, which stay within torch's 64 bits."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -73,8 +75,8 @@ class Selected:
 def select(asked: Asked) -> Selected:
     """Checks everything that was asked for; raises CommandError."""
     check_profile(asked.profile)
-    for clause in asked.clauses:
-        check_clause(clause)
+    clauses = [check_clause(clause) for clause in asked.clauses]
+    check_seed(asked.seed)
     device = choose_device(asked.device)
     ranks = parse_sizes(asked.sizes)
     candidates, partners = _candidates(asked, device)
@@ -85,7 +87,7 @@ def select(asked: Asked) -> Selected:
         profile=asked.profile,
         ranks=ranks,
         device=device,
-        clauses=tuple(dict.fromkeys(asked.clauses)),
+        clauses=tuple(dict.fromkeys(clauses)),
         seed=asked.seed,
         partners=partners,
     )
@@ -100,12 +102,18 @@ def check_profile(name: str) -> None:
         raise CommandError(str(error)) from error
 
 
-def check_clause(clause_id: str) -> None:
-    """Raises CommandError for a clause that does not exist."""
+def check_clause(text: str) -> str:
+    """The id of a clause that was written in any case; raises CommandError for one that does not exist."""
     try:
-        get_clause(clause_id)
+        return get_clause(text.upper()).id
     except UnknownClauseError as error:
         raise CommandError(str(error.args[0])) from error
+
+
+def check_seed(seed: int) -> None:
+    """Raises CommandError for a seed that torch's generators would not take in every stream made from it."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise CommandError(f"--seed: expected a whole number from 0 to {LARGEST_SEED}, got {seed}")
 
 
 def parse_sizes(text: str | None) -> tuple[int, ...] | None:
@@ -169,8 +177,6 @@ def _named(name: str, side: Side, device: Device) -> Candidate:
         return _candidate(name, side, loaded.declaration, device)
     except BackendNotFoundError as error:
         raise CommandError(str(error)) from error
-    except SystemExit as error:
-        raise CommandError(f"backend {name!r} could not be imported: it ended the program ({error.code})") from error
 
 
 def _candidate(name: str, side: Side, declared: ProducerDeclaration | ConsumerDeclaration, device: Device) -> Candidate:

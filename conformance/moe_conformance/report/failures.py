@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from moe_conformance.cases import LayerCase, TailCase
 from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict
 from moe_contract import UnknownClauseError, Violation, get_clause
@@ -18,7 +19,7 @@ SIZES = ("tokens", "top_k", "hidden_size", "ranks", "dtype")
 
 @dataclass
 class FailureGroup:
-    """Cases that fail in the same way; the first one is shown."""
+    """Cases that fail in the same way; the simplest one is shown."""
 
     verdict: Verdict
     clause: str
@@ -31,8 +32,8 @@ class FailureGroup:
 
     @property
     def shown(self) -> CaseResult:
-        """The case that stands for all."""
-        return self.cases[0]
+        """The simplest case, which stands for all."""
+        return min(self.cases, key=lambda case: _complexity(case, self.clause))
 
 
 def group_failures(cases: Iterable[CaseResult]) -> list[FailureGroup]:
@@ -77,7 +78,9 @@ def block(group: FailureGroup, selection: Selection, *, with_text: bool = True) 
     yield from (("count", text) for text in _counts(group))
     if group.clause:
         yield "command", f"more: moe-conformance explain {group.clause}"
-    yield "command", f"reproduce: {reproduce(case, selection)}"
+    differs = group.clause and case.clause != group.clause
+    found = f" (found by the test of {case.clause})" if differs else ""
+    yield "command", f"reproduce{found}: {reproduce(case, selection)}"
 
 
 def describe_case(case: CaseResult) -> str:
@@ -118,14 +121,34 @@ def reproduce(case: CaseResult, selection: Selection) -> str:
     parts = ["moe-conformance", "run"]
     for option, name in (("--producer", case.producer), ("--consumer", case.consumer)):
         parts += [option, name] if name else []
-    parts += ["--clause", case.clause, "--profile", selection.profile]
+    parts += ["--clause", case.clause]
+    if case.explained_by and case.explained_by != case.clause:
+        parts += ["--clause", case.explained_by]  # what it is blamed on shows only beside the clause's own failure
+    parts += ["--profile", selection.profile]
     if selection.ranks_given:
         parts += ["--tp", ",".join(map(str, selection.ranks))]
     if selection.device != "cpu":
         parts += ["--device", selection.device]
     if selection.seed:
         parts += ["--seed", str(selection.seed)]
+    if selection.timeout_s is not None:
+        parts += ["--timeout", f"{selection.timeout_s:g}"]
     return shlex.join(parts)
+
+
+def _complexity(case: CaseResult, clause: str) -> tuple[object, ...]:
+    """Orders cases from the one that is easiest to look into: one backend before two, no variant before many, then the
+    sizes; of equal ones the test of the blamed clause itself comes first."""
+    backends = sum(name is not None for name in (case.producer, case.consumer))
+    numbers = [case.case.get(name, 0) for name in ("tokens", "ranks", "top_k", "hidden_size")]
+    return (backends, _variants(case), *numbers, case.clause != clause, case.id)
+
+
+def _variants(case: CaseResult) -> int:
+    """How many features of the case are not at their defaults."""
+    fields = (LayerCase if "num_experts" in case.case else TailCase).model_fields
+    optional = {name: field.default for name, field in fields.items() if not field.is_required()}
+    return sum(case.case.get(name, default) != default for name, default in optional.items())
 
 
 def _same_cause(case: CaseResult) -> str:

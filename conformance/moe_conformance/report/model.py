@@ -108,6 +108,8 @@ class Selection(_Record):
     """Empty: all."""
     device: str = "cpu"
     seed: int = 0
+    timeout_s: float | None = None
+    """Seconds that one case might take; None for the default."""
     shard: str | None = None
     reductions: tuple[str, ...] = ()
     """What a profile cut down from the real model, such as an intermediate size, and why."""

@@ -66,7 +66,7 @@ def run(
         collector = Collector(planned, progress, timeout_s, Strikes(given_up))
         stopped_by = ""
         if planned:
-            count = workers or default_workers(len(planned), request.device)
+            count = min(workers or default_workers(len(planned), request.device), len(planned))
             arguments = [*pytest_arguments(request, shard, count, timeout_s), "--moe-given-up", str(given_up)]
             progress.start(len(planned))
             try:
@@ -78,7 +78,7 @@ def run(
         complete=not stopped_by,
         started=started.isoformat(timespec="seconds"),
         duration_s=round(time.monotonic() - clock, 2),
-        selection=_selection(request, shard),
+        selection=_selection(request, shard, timeout_s),
         environment=environment(request.device),
         backends=tuple(backends),
         manifest=tuple(case.id for case in planned),
@@ -147,7 +147,7 @@ def _why_not_run(collector: Collector, stopped_by: str) -> str:
     return "its worker ended without a result for this case"
 
 
-def _selection(request: PlanRequest, shard: Shard | None) -> Selection:
+def _selection(request: PlanRequest, shard: Shard | None, timeout_s: float) -> Selection:
     profile = get_profile(request.profile)
     return Selection(
         profile=request.profile,
@@ -158,6 +158,7 @@ def _selection(request: PlanRequest, shard: Shard | None) -> Selection:
         clauses=request.clauses,
         device=request.device,
         seed=request.seed,
+        timeout_s=None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s,
         shard=None if shard is None else str(shard),
         reductions=profile.reductions,
     )

@@ -13,6 +13,7 @@ from moe_conformance.harness.rendezvous import CollectiveMismatchError, PeerFail
 from moe_conformance.harness.threads import DEFAULT_TIMEOUT_S, HungRanksError, ThreadRankGroup, run_ranks
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError, UnsupportedCaseError
 from moe_contract import ContractViolation, PeerTimeoutError, UnsupportedError, Violation
+from moe_contract.places import place_of_error
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ def first_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """File and line where the error was raised."""
+    """File and line where the error was raised: the plug-in's own where it came through one."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    innermost = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    return place_of_error(error) or innermost

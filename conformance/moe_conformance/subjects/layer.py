@@ -26,7 +26,7 @@ from moe_contract import (
     ProducerDeclaration,
     UnfinalizedMoEOutput,
 )
-from moe_contract.checks import Expectation, check
+from moe_contract.checks import Expectation, Tier, check
 from moe_contract.dtypes import DtypeName
 from moe_contract.forward import MoEForward
 from moe_contract.outputs import MoEOutput
@@ -158,6 +158,13 @@ class LayerSubject:
         config = config or self.config()
         for rank, output in enumerate(outputs):
             violations = check(output, self.expectation(rank, config))
+            if violations:
+                raise ClauseBrokenError(violations)
+
+    def require_form(self, outputs: Sequence[object], config: MoEConfig, *, tier: Tier = "metadata") -> None:
+        """The checks up to ``tier``, whether deferred or not: without them an output cannot be worked with."""
+        for rank, output in enumerate(outputs):
+            violations = check(output, replace(self.expectation(rank, config), deferred=None), tier=tier)
             if violations:
                 raise ClauseBrokenError(violations)
 

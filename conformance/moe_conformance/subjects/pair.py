@@ -86,11 +86,13 @@ class PairSubject:
         self.tail.require_support()
 
     def hand_over(self, config: MoEConfig | None = None) -> TailInputs:
-        """The layer's pending outputs on every rank, as the tail is given them."""
-        outputs = self.layer.run_forward(config or self.layer.config())
+        """The layer's outputs on every rank, as the tail is given them; raises where one breaks the contract."""
+        config = config or self.layer.config()
+        outputs = self.layer.run_forward(config)
         wrong = [output for output in outputs if isinstance(output, Tensor)]
         if wrong:
             raise BackendError(f"{self.layer.name}: the layer's forward pass returned a tensor, expected a MoEOutput")
+        self.layer.require_form(outputs, config, tier="values")  # or the consumer is blamed for what it was handed
         inputs = self.layer.inputs
         pending = tuple(output for output in outputs if not isinstance(output, Tensor))
         return TailInputs(

@@ -16,9 +16,10 @@ from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judge import Judgement, judge, same_bits
 from moe_conformance.oracle import Truth, norm_truth, residual_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
+from moe_conformance.subjects.protocol import checked_output
 from moe_conformance.support import tail_unsupported
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
-from moe_conformance.verdicts import BackendError, ClauseBrokenError, UnsupportedCaseError
+from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, UnfinalizedMoEOutput, Violation
 
 cached_inputs = lru_cache(maxsize=4)(make_tail_inputs)
@@ -89,7 +90,8 @@ class TailSubject:
 
         by_rank = on_every_rank(self.name, self.settings, self.case.ranks, one_rank)
         return [
-            [_checked(self.name, outputs[number], call) for outputs in by_rank] for number, call in enumerate(calls)
+            [checked_output(self.name, outputs[number], call) for outputs in by_rank]
+            for number, call in enumerate(calls)
         ]
 
     def judge(self, outputs: list[TailOutput], inputs: TailInputs | None = None, *, controls: bool = True) -> None:
@@ -225,23 +227,6 @@ def _one_call(tail: Tail, rank: int, number: int, call: TailInputs, before: Befo
 
 def _snapshot(output: object) -> TailOutput:
     if not isinstance(output, TailOutput):
-        return output  # type: ignore[return-value]  # named by _checked, outside the rank's thread
+        return output  # type: ignore[return-value]  # named by checked_output, outside the rank's thread
     copies = {name: value.detach().clone() for name, value in vars(output).items() if isinstance(value, Tensor)}
     return replace(output, **copies)
-
-
-def _checked(name: str, output: object, call: TailInputs) -> TailOutput:
-    """The output on the CPU, or BackendError in one line when it is not what a tail returns."""
-    if not isinstance(output, TailOutput):
-        raise BackendError(f"{name} returned {type(output).__name__}, expected moe_contract.TailOutput")
-    want = (tuple(call.residual.shape), call.residual.dtype)
-    for what in ("residual_out", "norm_out"):
-        tensor = getattr(output, what)
-        if not isinstance(tensor, Tensor):
-            raise BackendError(f"{name} returned {type(tensor).__name__} as {what}, expected a tensor {list(want[0])}")
-        if (tuple(tensor.shape), tensor.dtype) != want:
-            raise BackendError(
-                f"{name} returned {what} {list(tensor.shape)} {tensor.dtype}, expected {list(want[0])} {want[1]}"
-            )
-    codes, scale = (None if field is None else field.cpu() for field in (output.quant_out, output.quant_scale))
-    return TailOutput(output.residual_out.cpu(), output.norm_out.cpu(), codes, scale)

@@ -144,6 +144,7 @@ def test_output_outlives_the_next_call(layer: LayerSubject) -> None:
     if layer.declaration.borrowed:
         raise UnsupportedCaseError(f"{layer.name} declares that its output is borrowed until the next call")
     inputs, config = layer.inputs, layer.config()
+    layer.require_form(layer.run(config), config)
 
     def one_rank(group: ThreadRankGroup) -> tuple[RoutedOutput, RoutedOutput]:
         loaded = layer.producer.load(on_device(layer.parts[group.rank], layer.settings.device), config)
