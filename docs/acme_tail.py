@@ -14,7 +14,7 @@ def acme_tail(group, output, residual, norm_weight, *, eps, weight_bias=0.0):
         shared_output=output.shared_output,
     )
     total = torch.zeros_like(residual, dtype=torch.float32)
-    for part in group.all_gather(local):
+    for part in group.all_gather(local) if group.size > 1 else [local]:
         total += part.float()
     residual_out = (total + residual.float()).to(residual.dtype)
     x = residual_out.float()

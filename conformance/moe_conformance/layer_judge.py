@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_conformance import bounds
 from moe_conformance.judge import bound_ratio
 from moe_conformance.layer_oracle import RankTruth
 from moe_contract import ExpertWeights, MoELayer, Routing, UnfinalizedMoEOutput, Violation
-
-CLOSE = 1e-3
-"""A row that is this close to a known wrong row, relative to its largest element, is explained by it."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,11 @@ def judge_rank(output: UnfinalizedMoEOutput, truth: RankTruth, rank: int, clause
     weight_ratio = bound_ratio(weights, truth.weights, truth.weight_bounds)
     headroom = max(float(row_ratio.max()), float(weight_ratio.max())) if row_ratio.numel() else 0.0
     if bool((row_ratio > 1.0).any()):
-        return RowJudgement(headroom, _row_violation(rows, truth, row_ratio, rank, clause, part.experts))
+        dtype = output.gemm2_permuted.dtype
+        return RowJudgement(headroom, _row_violation(rows, truth, row_ratio, rank, clause, part.experts, dtype))
     if bool((weight_ratio > 1.0).any()):
-        return RowJudgement(headroom, _weight_violation(weights, truth, weight_ratio, rank, part.routing))
+        dtype = output.expert_weights.dtype
+        return RowJudgement(headroom, _weight_violation(weights, truth, weight_ratio, rank, part.routing, dtype))
     return RowJudgement(headroom, None)
 
 
@@ -119,12 +119,18 @@ def _presence(present: Tensor, truth: RankTruth, rank: int) -> Violation | None:
 
 
 def _row_violation(
-    rows: Tensor, truth: RankTruth, ratio: Tensor, rank: int, clause: str, experts: ExpertWeights
+    rows: Tensor,
+    truth: RankTruth,
+    ratio: Tensor,
+    rank: int,
+    clause: str,
+    experts: ExpertWeights,
+    dtype: torch.dtype,
 ) -> Violation:
     token, slot = (int(i) for i in (ratio > 1.0).nonzero()[0])
     row, expected, bound = rows[token, slot], truth.rows[token, slot], truth.row_bounds[token, slot]
     column = int(bound_ratio(row, expected, bound).argmax())
-    cause, hint = _explain_row(row, truth, token, slot, clause, experts)
+    cause, hint = _explain_row(row, truth, token, slot, experts, dtype) or (clause, "")
     return Violation(
         clause=cause,
         field="gemm2_permuted",
@@ -141,29 +147,34 @@ def _row_violation(
 
 
 def _explain_row(
-    row: Tensor, truth: RankTruth, token: int, slot: int, clause: str, experts: ExpertWeights
-) -> tuple[str, str]:
-    """The clause and the cause of a wrong row, among the known ones."""
-    expected, weight = truth.rows[token, slot], truth.weights[token, slot]
-    if _close(row, weight * expected):
+    row: Tensor, truth: RankTruth, token: int, slot: int, experts: ExpertWeights, dtype: torch.dtype
+) -> tuple[str, str] | None:
+    """The clause and the cause of a wrong row, if it is within the bound of a row that is wrong in a known way."""
+    expected, bound = truth.rows[token, slot], truth.row_bounds[token, slot]
+    weight, weight_bound = truth.weights[token, slot], truth.weight_bounds[token, slot]
+    weighted_bound = (weight.abs() + weight_bound) * bound + weight_bound * expected.abs()
+    if _fits(row, weight * expected, weighted_bound, dtype):
         return "ROWS-3", f"the row was multiplied by its routing weight {float(weight):.4g}"
     if experts.down_bias is not None:
         bias = experts.down_bias[int(truth.ids[token, slot]) % experts.down_bias.shape[0]].double()
         for times, what in ((-1, "is missing from the row"), (1, "is in the row twice")):
-            if _close(row, expected + times * bias):
+            if _fits(row, expected + times * bias, bound, dtype):
                 return "ROWS-6", f"the expert's down bias {what}"
-    return clause, ""
+    return None
 
 
-def _close(row: Tensor, candidate: Tensor) -> bool:
-    scale = float(candidate.abs().max())
-    return scale > 0 and float((row - candidate).abs().max()) <= CLOSE * 8 * scale
+def _fits(got: Tensor, candidate: Tensor, error: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element lies where a producer of the candidate could have put it: ``error`` before one more
+    rounding to ``dtype``."""
+    return bool((bound_ratio(got, candidate, bounds.store(candidate, error, dtype)) <= 1.0).all())
 
 
-def _weight_violation(weights: Tensor, truth: RankTruth, ratio: Tensor, rank: int, routing: Routing) -> Violation:
+def _weight_violation(
+    weights: Tensor, truth: RankTruth, ratio: Tensor, rank: int, routing: Routing, dtype: torch.dtype
+) -> Violation:
     token, slot = (int(i) for i in (ratio > 1.0).nonzero()[0])
     got, expected = float(weights[token, slot]), float(truth.weights[token, slot])
-    clause, hint = _explain_weights(weights, truth, routing)
+    clause, hint = _explain_weights(weights, truth, routing, dtype)
     return Violation(
         clause=clause,
         field="expert_weights",
@@ -178,11 +189,11 @@ def _weight_violation(weights: Tensor, truth: RankTruth, ratio: Tensor, rank: in
     )
 
 
-def _explain_weights(weights: Tensor, truth: RankTruth, routing: Routing) -> tuple[str, str]:
+def _explain_weights(weights: Tensor, truth: RankTruth, routing: Routing, dtype: torch.dtype) -> tuple[str, str]:
     scale, method = routing.routed_scaling_factor, routing.method.value
     if scale != 1.0:
-        if _close(weights, scale * truth.weights):
+        if _fits(weights, scale * truth.weights, scale * truth.weight_bounds, dtype):
             return "SCALE-3", f"the scale is folded into the weights of {method}, but the declaration says it is not"
-        if _close(weights, truth.weights / scale):
+        if _fits(weights, truth.weights / scale, truth.weight_bounds / scale, dtype):
             return "SCALE-3", f"the declaration says that {method} folds the scale into the weights, but it does not"
     return "WGT-3", "the bytes do not decode to the routing weight of this slot's expert"

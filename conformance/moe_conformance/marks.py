@@ -36,6 +36,16 @@ def several_ranks(case: Shape) -> bool:
     return case.ranks > 1
 
 
+def any_tokens(case: Shape) -> bool:
+    """For ``where``: only calls that launch something (T = 0 is answered before; OUT-2)."""
+    return case.tokens > 0
+
+
+def several_tokens(case: Shape) -> bool:
+    """For ``where``: only calls in which one token can be told from another."""
+    return case.tokens > 1
+
+
 def metadata(function: Callable[..., Any]) -> ConformanceTest | None:
     """The metadata of a test function; None where it has none."""
     found: ConformanceTest | None = getattr(function, _ATTRIBUTE, None)

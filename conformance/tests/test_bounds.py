@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_backends.reference.local_sum import local_sum
 from moe_conformance import bounds
+from moe_conformance.harness.threads import run_ranks
 from moe_conformance.oracle import local_part
-from moe_contract import MoEOutput, RoundingProfile, ScalePlacement, UnfinalizedMoEOutput
+from moe_contract import MoEOutput, RoundingProfile, ScalePlacement, TailCapacity, UnfinalizedMoEOutput
+from moe_contract.discovery import load_consumer
 
 TOP_K, WIDTH = 8, 64
 PROFILES = (RoundingProfile.STEP_ROUNDED, RoundingProfile.LOCAL_FP32, RoundingProfile.FP32)
@@ -19,10 +20,22 @@ def _output(rows: torch.Tensor, weights: torch.Tensor, scale: float) -> MoEOutpu
     return MoEOutput(UnfinalizedMoEOutput(rows, weights, index), None, scale)
 
 
+def _local_sum(output: MoEOutput, profile: RoundingProfile, placement: ScalePlacement) -> torch.Tensor:
+    """What the reference publishes: its ``residual_out`` at one rank and a residual of 0, which adds no rounding."""
+    reference = load_consumer("reference")
+    declared = reference.declaration.model_copy(update={"profile": profile, "scale_placement": placement})
+    consumer = type(reference)(declared)
+    rows = output.routed.gemm2_permuted
+    capacity = TailCapacity(1, WIDTH, TOP_K, rows.dtype)
+    zeros, ones = torch.zeros(1, WIDTH, dtype=rows.dtype), torch.ones(WIDTH, dtype=rows.dtype)
+    call = run_ranks(lambda group: consumer.open(group, capacity)(output, zeros, ones, eps=1e-6), 1)
+    return call[0].residual_out
+
+
 def _ratio(output: MoEOutput, profile: RoundingProfile, placement: ScalePlacement) -> float:
     """The largest error / bound of the reference's local sum."""
     part = local_part(output)
-    got = local_sum(output, profile, placement)
+    got = _local_sum(output, profile, placement)
     scale = output.routed_scaling_factor
     bound = bounds.local_sum(part.value, part.magnitude, part.roundings, got.dtype, profile, placement, scale=scale)
     return float(((got.double() - part.value).abs() / bound).max())

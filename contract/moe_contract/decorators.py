@@ -38,6 +38,7 @@ class _FunctionProducer:
     function: Callable[..., Any]
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
+        """Binds the layer; UnsupportedError where the declaration excludes it."""
         _refuse(self.declaration.name, layer_beyond(self.declaration, layer))
 
         def run(hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting) -> Tensor | UnfinalizedMoEOutput:
@@ -76,7 +77,7 @@ class _FunctionTail:
         return TailOutput(*result) if is_output else result
 
     def close(self) -> None:
-        pass
+        """Nothing to release: a function keeps no workspace."""
 
     def _require(self, output: MoEOutput, residual: Tensor) -> None:
         tokens, capacity = residual.shape[0], self.capacity
@@ -105,6 +106,7 @@ class _FunctionConsumer:
     checked: bool
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
+        """A tail around the function; UnsupportedError where the declaration excludes the capacity."""
         _refuse(self.declaration.name, capacity_beyond(self.declaration, group, capacity))
         return _FunctionTail(self.declaration, self.function, group, capacity, self.checked)
 

@@ -18,6 +18,7 @@ def shared_expert_output(layer: MoELayer, hidden_states: Tensor) -> Tensor | Non
         return None
 
     def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """One linear map in float32; the shared expert is expert 0 of its weights."""
         return linear(x, weight[0].float(), None if bias is None else bias[0].float())
 
     shared, x = layer.shared, hidden_states.float()

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from moe_conformance.plan import PlanRequest, plan
+from moe_conformance.plan import PlannedCase, PlanRequest, plan
 from moe_conformance.profiles import get_profile
 from moe_conformance.report.environment import environment
 from moe_conformance.report.explain import explain_failures
@@ -60,19 +60,7 @@ def run(
     """
     started, clock = datetime.now(UTC), time.monotonic()
     planned = [case for case in plan(request) if shard is None or shard.holds(case.id)]
-    progress = progress or Silent()
-    with TemporaryDirectory(prefix="moe-conformance-") as folder:
-        given_up = Path(folder) / "given-up"
-        collector = Collector(planned, progress, timeout_s, Strikes(given_up))
-        stopped_by = ""
-        if planned:
-            count = min(workers or default_workers(len(planned), request.device), len(planned))
-            arguments = [*pytest_arguments(request, shard, count, timeout_s), "--moe-given-up", str(given_up)]
-            progress.start(len(planned))
-            try:
-                stopped_by = _run_pytest(collector, arguments, verbose)
-            finally:
-                progress.stop()
+    collector, stopped_by = _execute(planned, request, shard, workers, progress or Silent(), timeout_s, verbose)
     cases = explain_failures(collector.finish(_why_not_run(collector, stopped_by)))
     report = Report(
         complete=not stopped_by,
@@ -89,6 +77,30 @@ def run(
     if report_dir is not None:
         write_report(report, report_dir)
     return report
+
+
+def _execute(
+    planned: Sequence[PlannedCase],
+    request: PlanRequest,
+    shard: Shard | None,
+    workers: int | None,
+    progress: Progress,
+    timeout_s: float,
+    verbose: bool,
+) -> tuple[Collector, str]:
+    """Runs the cases in workers: what they sent, and what stopped them before the end, or nothing."""
+    with TemporaryDirectory(prefix="moe-conformance-") as folder:
+        given_up = Path(folder) / "given-up"
+        collector = Collector(planned, progress, timeout_s, Strikes(given_up))
+        if not planned:
+            return collector, ""
+        count = min(workers or default_workers(len(planned), request.device), len(planned))
+        arguments = [*pytest_arguments(request, shard, count, timeout_s), "--moe-given-up", str(given_up)]
+        progress.start(len(planned))
+        try:
+            return collector, _run_pytest(collector, arguments, verbose)
+        finally:
+            progress.stop()
 
 
 def default_workers(cases: int, device: str) -> int:

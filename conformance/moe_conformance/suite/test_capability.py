@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.marks import clause, layers, several_ranks, tails
+from moe_conformance.marks import any_tokens, clause, layers, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
@@ -18,7 +18,7 @@ from moe_contract import TailOutput, Violation
 
 
 @clause("CAP-1")
-@tails(where=lambda case: case.tokens > 0)
+@tails(where=any_tokens)
 def test_tail_works_at_its_limits_and_refuses_beyond(tail: TailSubject) -> None:
     """At each declared limit the result is right; one past it the call is refused, never wrong."""
     tail.require_support()
@@ -37,7 +37,7 @@ def test_tail_works_at_its_limits_and_refuses_beyond(tail: TailSubject) -> None:
 
 
 @clause("CAP-1")
-@tails(where=lambda case: case.tokens > 0)
+@tails(where=any_tokens)
 def test_call_at_capacity_works(tail: TailSubject) -> None:
     """A tail opened for exactly this call's sizes runs it."""
     tail.judge(tail.run())
@@ -60,7 +60,7 @@ def test_producer_refuses_beyond_its_limits(layer: LayerSubject) -> None:
 
 
 @clause("CAP-2")
-@tails(where=lambda case: case.tokens > 0)
+@tails(where=any_tokens)
 def test_tail_says_that_it_cannot_run_on_a_device(tail: TailSubject) -> None:
     """Tensors on a device that no consumer declares (torch's meta device) are refused with the reason."""
     tail.require_support()

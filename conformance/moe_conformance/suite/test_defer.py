@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_conformance import bounds
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.layer_oracle import finalized_truth
-from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
+from moe_conformance.marks import clause, layers, pairs, several_ranks, several_tokens, tails
 from moe_conformance.oracle import EXACT, local_part
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
@@ -114,7 +114,7 @@ def test_deferral_is_negotiated(pair: PairSubject) -> None:
 
 
 @clause("DEFER-4")
-@tails(where=lambda case: case.tokens > 1)
+@tails(where=several_tokens)
 def test_call_beyond_the_negotiated_cap_is_refused(tail: TailSubject) -> None:
     """A call with more tokens than the tail was opened for is refused on every rank, before anything is done."""
     tail.require_support()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_conformance.marks import clause, layers, several_ranks, tails
+from moe_conformance.marks import clause, layers, several_ranks, several_tokens, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import deferred, judge_rows, require_identical, require_refused_or_right, with_routed
@@ -22,7 +22,7 @@ def test_rows_are_compact_and_aligned(layer: LayerSubject) -> None:
 
 
 @clause("ROWS-2")
-@tails({}, {"route_major": True, "absent": "quarter"}, where=lambda case: case.tokens > 1)
+@tails({}, {"route_major": True, "absent": "quarter"}, where=several_tokens)
 def test_unreferenced_row_never_reaches_a_result(tail: TailSubject) -> None:
     """NaN in every row that no map entry names changes nothing."""
     tail.judge(tail.run())
@@ -58,7 +58,7 @@ def test_padded_rows_are_refused_or_trimmed(tail: TailSubject) -> None:
 
 
 @clause("ROWS-5")
-@tails({"stratum": "normal"}, where=lambda case: case.tokens > 1)
+@tails({"stratum": "normal"}, where=several_tokens)
 def test_result_does_not_depend_on_the_number_of_rows(tail: TailSubject) -> None:
     """The same routes among more rows, in another order, give the same bits."""
     require_identical(tail, tail.run(), tail.run(with_routed(tail.inputs, _moved)), "more rows in another order")
