@@ -34,8 +34,8 @@ def test_tutorial_backend_is_at_most_30_lines(name: str) -> None:
 
 @pytest.mark.parametrize("side", PLUG_INS)
 def test_tutorial_backend_keeps_every_clause(side: str) -> None:
-    """Each of the tutorial's backends passes the smoke profile; most of a tail's cases, and a third of those of a producer
-    that declares one routing method, run."""
+    """Each of the tutorial's backends passes the smoke profile. Most of a tail's cases run, and a third of those of
+    a producer that declares one routing method."""
     name = PLUG_INS[side]
     backend: dict[str, Any] = {side: getattr(_module(name), name)}
     request = PlanRequest(**{f"{side}s": (backend[side].declaration.name,)}, profile="smoke")

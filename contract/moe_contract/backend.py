@@ -135,6 +135,22 @@ class Consumer(Protocol):
         ...
 
 
+@runtime_checkable
+class SoloConsumer(Protocol):
+    """A consumer of which one rank can be timed alone, without waiting for peers: what a bench calls solo mode."""
+
+    def open_solo(self, group: RankGroup, capacity: TailCapacity, published: list[Tensor]) -> Tail:
+        """A tail of ``group.rank`` that never waits and can be called any number of times.
+
+        ``published``: the contribution ``[T, H]`` of every rank, in place as if the peers had sent it before each call.
+        Every rank's contribution is the same, so that a kernel may as well be made to send to itself.
+
+        Raises:
+            UnsupportedError: this cannot be done at this size.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """A producer and a consumer under one name; what an entry point may load to, besides either alone."""

@@ -7,6 +7,8 @@ from .consumer import DECLARATION, CudaConsumer, CudaTail
 from .launcher import PDL, SOLO, Engine, launch, open_engine, prefill
 
 backend = Backend(consumer=CudaConsumer())
+pdl = Backend(consumer=CudaConsumer(DECLARATION.model_copy(update={"name": "cuda-pdl"}), pdl=True))
+"""With programmatic dependent launch, for engines whose kernels all wait for their predecessors."""
 
 __all__ = [
     "DECLARATION",
@@ -19,5 +21,6 @@ __all__ = [
     "backend",
     "launch",
     "open_engine",
+    "pdl",
     "prefill",
 ]

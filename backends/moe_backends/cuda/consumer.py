@@ -25,7 +25,7 @@ from moe_contract.limits import capacity_beyond
 from . import ops
 from .build import WORLD_SIZES
 from .configs import MAX_HIDDEN_SIZE, VECTOR, Form
-from .launcher import PDL, Engine, launch, open_engine
+from .launcher import PDL, SOLO, Engine, launch, open_engine, prefill
 from .quant import Quant, empty_quantised, quant_code
 
 DECLARATION = ConsumerDeclaration(
@@ -80,18 +80,41 @@ class CudaConsumer:
         Raises:
             UnsupportedError: outside the declared limits, or this machine cannot build or run the kernels.
         """
+        engine = self._engine(group, capacity, self.ranks_per_gpu)
+        return CudaTail(self.declaration, capacity, engine, self._flags)
+
+    def open_solo(self, group: RankGroup, capacity: TailCapacity, published: list[Tensor]) -> CudaTail:
+        """One rank with the GPU to itself and its receive slots filled (SoloConsumer).
+
+        Raises:
+            UnsupportedError: as ``open``; or calls longer than the slots, or a two-shot form: what those receive
+                depends on the call, so it cannot lie there beforehand.
+        """
+        engine = self._engine(group, capacity, 1)
+        if group.size == 1:
+            return CudaTail(self.declaration, capacity, engine, self._flags)
+        if capacity.max_tokens > engine.workspace.tokens or any(config.form.two_shot for config in engine.configs):
+            engine.close()
+            raise UnsupportedError("cuda: solo runs only one-shot forms, of no more tokens than there are slots")
+        prefill(engine, published)
+        return CudaTail(self.declaration, capacity, engine, self._flags | SOLO)
+
+    @property
+    def _flags(self) -> int:
+        return PDL if self.pdl else 0
+
+    def _engine(self, group: RankGroup, capacity: TailCapacity, ranks_per_gpu: int | None) -> Engine:
         for wrong in capacity_beyond(self.declaration, group, capacity):
             raise UnsupportedError(f"{self.declaration.name}: {wrong}")
-        engine = open_engine(
+        return open_engine(
             group,
             capacity,
             timeout_s=min(self.timeout_s, group.timeout_s),
             forms=self.forms,
             concurrent_tails=self.concurrent_tails,
-            ranks_per_gpu=self.ranks_per_gpu,
+            ranks_per_gpu=ranks_per_gpu,
             test_hooks=self.test_hooks,
         )
-        return CudaTail(self.declaration, capacity, engine, PDL if self.pdl else 0)
 
 
 class CudaTail:

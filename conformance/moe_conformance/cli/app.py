@@ -124,6 +124,34 @@ def explain(clause: Annotated[str, typer.Argument(metavar="CLAUSE", help="its id
 
 
 @app.command()
+def bench(
+    consumer: ConsumerOption = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="1,16,128", help="tokens of a call")] = None,
+    hidden: Annotated[str | None, typer.Option("--hidden", metavar="7168", help="hidden sizes")] = None,
+    top_k: Annotated[str | None, typer.Option("--top-k", metavar="8", help="slots of a token")] = None,
+    tp: Annotated[str | None, typer.Option("--tp", metavar="1,2", help="virtual ranks of the GPU")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="bfloat16,float16", help="activation dtypes")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", metavar="solo,chain,join", help="how ranks are timed")] = None,
+    cache: Annotated[str | None, typer.Option("--cache", metavar="cold,warm", help="what the L2 holds")] = None,
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the rows there")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="draw time against tokens (SVG)")] = None,
+    source: Annotated[str | None, typer.Option("--from", metavar="FILE", help="show an earlier --json instead")] = None,
+) -> None:
+    """Time consumers side by side on one GPU; every timed result is checked in the same run.
+
+    solo: one rank alone, its peers' contributions in place; chain: ranks run free in a graph; join: ranks meet at every
+    step. cold: new data each step, 512 MiB read before each replay; warm: the same data again.
+    Exit status: 0 timed and right, 1 a result was wrong, 2 wrong usage, 3 nothing was timed.
+    """
+    from moe_conformance.cli.bench import BenchOptions, bench_command
+
+    options = BenchOptions(
+        tuple(consumer or ()), tokens, hidden, top_k, tp, dtype, mode, cache, json, plot, source
+    )  # fmt: skip
+    raise typer.Exit(bench_command(options))
+
+
+@app.command()
 def doctor() -> None:
     """Say what can run on this machine, and why the rest cannot."""
     from moe_conformance.doctor import doctor_command

@@ -34,12 +34,16 @@ def prepare_folder(folder: Path) -> None:
 def write_report(report: Report, folder: Path) -> None:
     """Writes ``report.json`` and ``junit.xml``; raises ReportFolderError."""
     prepare_folder(folder)
-    _write(folder / JSON_NAME, report.model_dump_json(indent=1).encode() + b"\n")
-    _write(folder / JUNIT_NAME, junit_xml(report))
+    write_whole(folder / JSON_NAME, report.model_dump_json(indent=1).encode() + b"\n")
+    write_whole(folder / JUNIT_NAME, junit_xml(report))
 
 
-def _write(path: Path, content: bytes) -> None:
-    """A reader, or a run that is killed now, sees the old file or the new one, never a part."""
+def write_whole(path: Path, content: bytes) -> None:
+    """A reader, or a run that is killed now, sees the old file or the new one, never a part.
+
+    Raises:
+        ReportFolderError: it cannot be written.
+    """
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
