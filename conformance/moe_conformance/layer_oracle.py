@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds, routing_oracle
+from moe_conformance import bounds, nvfp4_oracle, routing_oracle
 from moe_conformance.bounds import U32, UNIT_ROUNDOFF
 from moe_conformance.layer_data import LayerInputs
 from moe_conformance.routing_oracle import RoutedTruth
 from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod
+from moe_contract.declarations import Quantization
 from moe_contract.dtypes import DtypeName, torch_dtype
 
 EXACT = torch.float64
@@ -57,12 +58,16 @@ class RankRows:
     bounds: Tensor
 
 
-def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName) -> RankRows:
+def rank_rows(
+    inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName, quantization: Quantization = "none"
+) -> RankRows:
     """The exact rows of the rank that holds ``part`` of the layer."""
     routed = routing_oracle.route(inputs.layer.routing, inputs.router_logits)
     local = routed.ids - part.first_expert
     present = (local >= 0) & (local < part.num_local_experts)
     tokens, token_error = _expert_inputs(inputs, routed)
+    if quantization == "nvfp4":
+        tokens = nvfp4_oracle.quantized_inputs(tokens)
     shape = (*routed.ids.shape, part.hidden_size)
     rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
     active = local[present].unique()
@@ -73,7 +78,11 @@ def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName
         batch = torch.where(used.unsqueeze(-1), tokens[token.clamp(min=0)], 0.0)
         error = None if token_error is None else token_error.select(token.clamp(min=0))
         chosen = part.experts.select(experts)
-        values, errors = mlp(chosen, part.activation, batch, part.dtype, intermediate_dtype, token_error=error)
+        if quantization == "nvfp4":
+            chosen = nvfp4_oracle.quantized_weights(chosen)
+        values, errors = mlp(
+            chosen, part.activation, batch, part.dtype, intermediate_dtype, quantization, token_error=error
+        )
         rows[token[used], slot[used]], row_bounds[token[used], slot[used]] = values[used], errors[used]
     return RankRows(routed, present, rows, row_bounds)
 
@@ -135,21 +144,32 @@ def mlp(
     tokens: Tensor,
     dtype: torch.dtype,
     intermediate_dtype: DtypeName,
+    quantization: Quantization = "none",
     *,
     token_error: _InputError | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds."""
+    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds.
+
+    Where the experts are quantised, weights and tokens are the values that their codes stand for.
+    """
+    # The factors that undo global scales are float32 themselves, and so are their products with a sum.
+    rescale = nvfp4_oracle.SCALE_ROUNDINGS * U32 if quantization == "nvfp4" else 0.0
     up, up_error = _first_gemm(tokens, token_error, experts.up, experts.up_bias)
+    up_error = up_error + rescale * (up.abs() + up_error)
     if experts.gate is None:
         inner, error = up.clamp(min=0).square(), 2.0 * up.abs() * up_error + up_error.square()
     else:
         gate, gate_error = _first_gemm(tokens, token_error, experts.gate, experts.gate_bias)
+        gate_error = gate_error + rescale * (gate.abs() + gate_error)
         inner, error = _gated(activation, gate, gate_error, up, up_error)
     error = error + ACTIVATION_ULPS * U32 * (inner.abs() + error)
     inner_dtype = torch_dtype(intermediate_dtype)
     if inner_dtype is not torch.float32:
         error = bounds.store(inner, error, inner_dtype)
+    if quantization == "nvfp4":
+        inner, error = nvfp4_oracle.quantized_intermediate(inner, error)
     rows, row_error = _gemm(inner, error, experts.down, experts.down_bias)
+    row_error = row_error + rescale * (rows.abs() + row_error)
     return rows, bounds.store(rows, row_error, dtype)
 
 

@@ -36,7 +36,7 @@ def check_layer(layer: MoELayer, declaration: ProducerDeclaration) -> None:
         ValueError: weights or routing parameters that do not fit together.
         UnsupportedError: a layer beyond the declared limits, or float32 matmuls that are not float32.
     """
-    _check_weights(layer)
+    check_weights(layer)
     check_routing(layer.routing, layer.num_experts)
     if reason := next(layer_beyond(declaration, layer), ""):
         raise UnsupportedError(f"producer {declaration.name}: {reason}")
@@ -91,7 +91,8 @@ def _check_router_input(layer: MoELayer, num_tokens: int, given: Tensor | Precom
             )
 
 
-def _check_weights(layer: MoELayer) -> None:
+def check_weights(layer: MoELayer) -> None:
+    """Refuses weights whose shapes or dtypes do not fit together; ValueError names the tensor."""
     weights, activation = layer.experts, layer.activation
     if weights.up.dim() != 3 or weights.up.shape[2] != layer.hidden_size:
         raise ValueError(f"experts.up: expected [E, I, {layer.hidden_size}], got {list(weights.up.shape)}")
