@@ -7,6 +7,9 @@ the largest step over the codes that it allows is then part of the bound.
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,25 +26,67 @@ from moe_contract.quant import (
     nvfp4_weight_scale,
 )
 
+LARGEST_KEPT = 2**24
+"""Elements of one projection up to which a part's codes are kept: those of fixed profiles, not those of real models."""
+_KNOWN: dict[int, tuple[weakref.ref[Tensor], QuantizedExperts]] = {}
 SCALE_ROUNDINGS = 4
-"""Float32 roundings of a dequantising factor and its use: two reciprocals, their product, its product with the sum."""
+"""Float32 roundings that undoing global scales takes: two reciprocals, and two products with terms or with their sum."""
 QUOTIENT_ROUNDINGS = 4
 """Float32 roundings of a block scale and of a quotient: two reciprocals, which may be approximate, and two products."""
 
 
-def quantized_weights(weights: ExpertWeights) -> ExpertWeights:
-    """The values that the codes of these experts stand for, float64; biases are not quantised."""
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """Code times block scale, in bfloat16, which holds it exactly, and the global scales ``[E]`` of both GEMMs."""
+
+    values: ExpertWeights
+    first_scale: Tensor
+    second_scale: Tensor
+
+    def select(self, experts: Tensor) -> ExpertWeights:
+        """The values that these experts' codes stand for, float64."""
+        values = self.values.select(experts)
+        first, second = (scale[experts, None, None].double() for scale in (self.first_scale, self.second_scale))
+        return replace(
+            values,
+            up=values.up.double() / first,
+            down=values.down.double() / second,
+            gate=None if values.gate is None else values.gate.double() / first,
+        )
+
+
+def quantized_experts(weights: ExpertWeights) -> QuantizedExperts:
+    """These experts' codes; kept while their weights live, since one part is asked for by case after case."""
+    key = id(weights.up)
+    known = _KNOWN.get(key)
+    if known is not None and known[0]() is weights.up:
+        return known[1]
+    found = _quantize(weights)
+    if weights.up.numel() <= LARGEST_KEPT:
+        _KNOWN[key] = (weakref.ref(weights.up, lambda _: _KNOWN.pop(key, None)), found)
+    return found
+
+
+def _quantize(weights: ExpertWeights) -> QuantizedExperts:
     halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
     first = nvfp4_weight_scale(torch.stack([_amax(half) for half in halves]).amax(0))
     second = nvfp4_weight_scale(_amax(weights.down))
-    return ExpertWeights(
-        up=_quantized(weights.up.double(), first[:, None]),
-        down=_quantized(weights.down.double(), second[:, None]),
-        gate=None if weights.gate is None else _quantized(weights.gate.double(), first[:, None]),
-        up_bias=weights.up_bias,
-        gate_bias=weights.gate_bias,
-        down_bias=weights.down_bias,
+    values = replace(
+        weights,
+        up=_unscaled(weights.up, first),
+        down=_unscaled(weights.down, second),
+        gate=None if weights.gate is None else _unscaled(weights.gate, first),
     )
+    return QuantizedExperts(values, first, second)
+
+
+def _unscaled(matrix: Tensor, scales: Tensor) -> Tensor:
+    """``[E, M, K]`` through codes, expert by expert, so that only one is in float64 at a time."""
+    parts = [
+        (_quantized(part.double(), scale) * scale.double()).to(torch.bfloat16)
+        for part, scale in zip(matrix, scales, strict=True)
+    ]
+    return torch.stack(parts)
 
 
 def quantized_inputs(tokens: Tensor) -> Tensor:
@@ -86,7 +131,8 @@ def _quantized(values: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    return pad(values, (0, -values.shape[-1] % NVFP4_BLOCK)).unflatten(-1, (-1, NVFP4_BLOCK))
+    blocks: Tensor = pad(values, (0, -values.shape[-1] % NVFP4_BLOCK)).unflatten(-1, (-1, NVFP4_BLOCK))
+    return blocks
 
 
 def _block_scale(blocks: Tensor, scale: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from moe_contract.activations import apply_activation
 from moe_contract.backend import (
     Backend,
     Consumer,
+    Gated,
     LoadedProducer,
     PeerTimeoutError,
     Producer,
@@ -48,6 +49,7 @@ __all__ = [
     "Determinism",
     "Expectation",
     "ExpertWeights",
+    "Gated",
     "LoadedProducer",
     "MoEConfig",
     "MoEForward",

@@ -151,6 +151,15 @@ class SoloConsumer(Protocol):
         ...
 
 
+@runtime_checkable
+class Gated(Protocol):
+    """A producer or consumer that can tell, before anything is loaded, that a machine cannot run it (CAP-2)."""
+
+    def unavailable(self, device: str) -> str:
+        """Why it cannot run on this machine's ``cpu`` or ``cuda`` device, in one phrase; empty where it can."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """A producer and a consumer under one name; what an entry point may load to, besides either alone."""

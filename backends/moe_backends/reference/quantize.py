@@ -68,8 +68,8 @@ def nvfp4_values(packed: Tensor, scales: Tensor) -> Tensor:
     """
     values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=packed.device)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
-    codes = pairs[packed.int()].flatten(-2).unflatten(-1, (-1, NVFP4_BLOCK))
-    scaled: Tensor = codes * scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)
+    codes = pairs.index_select(0, packed.flatten().int()).view(*scales.shape, NVFP4_BLOCK)
+    scaled: Tensor = codes.mul_(scales.view(torch.float8_e4m3fn).float().unsqueeze(-1))
     return scaled.flatten(-2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from moe_backends.reference.limits import check_batch, check_weights
 from moe_backends.reference.routing import check_routing, route
+from moe_backends.weight_cache import WeightCache
 from moe_contract import (
     LoadedProducer,
     MoEConfig,
@@ -59,7 +59,7 @@ class TrtllmProducer:
         self.weight_format = weight_format
         self.precomputed = precomputed
         self.tune_max_num_tokens = tune_max_num_tokens
-        self._prepared = _Prepared()
+        self._prepared = WeightCache(weight_format.prepare)
 
     def unavailable(self, device: str) -> str:
         """Why it cannot run on ``device`` of this machine; empty where it can."""
@@ -80,7 +80,7 @@ class TrtllmProducer:
         check_groups(layer.routing, layer.num_experts)
         if reason := self.engine.unavailable(layer.device):
             raise UnsupportedError(f"producer {name}: CAP-2: {reason}")
-        return LoadedTrtllm(self, layer, config, self._prepared.get(layer, self.weight_format))
+        return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts))
 
 
 @dataclass
@@ -179,27 +179,3 @@ def _input_weighted(
 def _logical(output: Tensor, hidden_size: int) -> Tensor:
     """``[T, H]`` without padded columns, compact."""
     return output if output.shape[1] == hidden_size else output[:, :hidden_size].contiguous()
-
-
-class _Prepared:
-    """Prepared weights by the layer's own: a layer that is loaded again is not prepared again.
-
-    An entry lasts as long as the layer's ``up`` tensor, and only while none of its weights has been written.
-    """
-
-    def __init__(self) -> None:
-        # By id: tensors as keys would be compared element by element.
-        self._known: dict[int, tuple[weakref.ref[Tensor], object, Mapping[str, object]]] = {}
-
-    def get(self, layer: MoELayer, weight_format: Format) -> Mapping[str, object]:
-        """The prepared weights of this layer's experts. Ranks on threads may ask at once."""
-        weights = layer.experts
-        tensors = (weights.up, weights.down, weights.gate)
-        state = tuple(None if each is None else (id(each), each._version) for each in tensors)
-        key = id(weights.up)
-        known = self._known.get(key)
-        if known is not None and known[0]() is weights.up and known[1] == state:
-            return known[2]
-        prepared = weight_format.prepare(weights)
-        self._known[key] = (weakref.ref(weights.up, lambda _: self._known.pop(key, None)), state, prepared)
-        return prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import math
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ class Emulator:
     def __init__(self, version: Version = EMULATED, seed: int = 0) -> None:
         self.version = version
         self._seeds = itertools.count(seed)
+        # Read here: parsing source text in the ranks' threads at once is not safe in Python 3.11.
+        self._signatures = {entry: signature(version, entry.value) for entry in Entry}
+        self._defaults = {entry: _defaults(self._signatures[entry]) for entry in Entry}
 
     def unavailable(self, device: torch.device) -> str:
         """It runs wherever torch computes."""
@@ -49,8 +53,7 @@ class Emulator:
     @torch.no_grad()
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
         """Runs an entry point; TypeError where the arguments do not bind, RuntimeError where the launcher refuses."""
-        bound = signature(self.version, entry.value).bind(**arguments)
-        given = _defaults(self.version, entry) | bound.arguments
+        given = self._defaults[entry] | self._signatures[entry].bind(**arguments).arguments
         _check(entry, given)
         routed, call = self._route(entry, given)
         return self._run(call, given, routed)
@@ -124,10 +127,10 @@ def _hidden_size(entry: Entry, given: Mapping[str, Any]) -> int:
     return width * 2 if entry.fp4 else width
 
 
-def _defaults(version: Version, entry: Entry) -> dict[str, Any]:
+def _defaults(known: inspect.Signature) -> dict[str, Any]:
     """The defaults that are plain values; names of enumerations are left to ``given.get``."""
     found = {}
-    for name, parameter in signature(version, entry.value).parameters.items():
+    for name, parameter in known.parameters.items():
         if parameter.default is not parameter.empty:
             try:
                 found[name] = ast.literal_eval(parameter.default)
