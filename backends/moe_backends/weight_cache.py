@@ -1,9 +1,9 @@
-"""Prepared weights by the layer's own: a layer that is loaded again is not prepared again."""
+"""What was made of a layer's tensors, kept while they live: a layer that is loaded again is not prepared again."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -13,8 +13,29 @@ from moe_contract import ExpertWeights
 T = TypeVar("T")
 
 
+class TensorCache(Generic[T]):
+    """Results by the tensors that they were made of; forgotten with the first of them, and when one is written."""
+
+    def __init__(self) -> None:
+        # By id: tensors as keys would be compared element by element.
+        self._known: dict[int, tuple[weakref.ref[Tensor], object, T]] = {}
+
+    def get(self, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T:
+        """What ``make`` gives, made once. Ranks on threads may ask at once: each asks for its own tensors."""
+        first = tensors[0]
+        assert first is not None
+        state = tuple(None if each is None else (id(each), each._version) for each in tensors)
+        key = id(first)
+        known = self._known.get(key)
+        if known is not None and known[0]() is first and known[1] == state:
+            return known[2]
+        made = make()
+        self._known[key] = (weakref.ref(first, lambda _: self._known.pop(key, None)), state, made)
+        return made
+
+
 class WeightCache(Generic[T]):
-    """What ``make`` made of experts, as long as their ``up`` tensor lives and none of their weights is written.
+    """Prepared weights by the experts' own.
 
     Args:
         make: from canonical weights to prepared ones.
@@ -22,17 +43,8 @@ class WeightCache(Generic[T]):
 
     def __init__(self, make: Callable[[ExpertWeights], T]) -> None:
         self._make = make
-        # By id: tensors as keys would be compared element by element.
-        self._known: dict[int, tuple[weakref.ref[Tensor], object, T]] = {}
+        self._known: TensorCache[T] = TensorCache()
 
     def get(self, weights: ExpertWeights) -> T:
-        """The prepared weights of these experts. Ranks on threads may ask at once: each asks for its own part."""
-        tensors = (weights.up, weights.down, weights.gate)
-        state = tuple(None if each is None else (id(each), each._version) for each in tensors)
-        key = id(weights.up)
-        known = self._known.get(key)
-        if known is not None and known[0]() is weights.up and known[1] == state:
-            return known[2]
-        prepared = self._make(weights)
-        self._known[key] = (weakref.ref(weights.up, lambda _: self._known.pop(key, None)), state, prepared)
-        return prepared
+        """The prepared weights of these experts."""
+        return self._known.get((weights.up, weights.down, weights.gate), lambda: self._make(weights))

@@ -30,7 +30,7 @@ LARGEST_KEPT = 2**24
 """Elements of one projection up to which a part's codes are kept: those of fixed profiles, not those of real models."""
 _KNOWN: dict[int, tuple[weakref.ref[Tensor], QuantizedExperts]] = {}
 SCALE_ROUNDINGS = 4
-"""Float32 roundings that undoing global scales takes: two reciprocals, and two products with terms or with their sum."""
+"""Float32 roundings that undoing global scales takes: two reciprocals, two products with each term or with the sum."""
 QUOTIENT_ROUNDINGS = 4
 """Float32 roundings of a block scale and of a quotient: two reciprocals, which may be approximate, and two products."""
 

@@ -42,26 +42,42 @@ def quantize_experts(weights: ExpertWeights) -> QuantizedExperts:
 _CACHE = WeightCache(quantize_experts)
 
 
-def nvfp4_rows(x_rows: Tensor, expert_of_row: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """As ``expert_rows``, with everything that a GEMM reads quantised as moe_contract.quant says."""
+def nvfp4_rows(
+    hidden_states: Tensor, tokens: Tensor, expert_of_row: Tensor, weights: ExpertWeights, activation: Activation
+) -> Tensor:
+    """As ``expert_rows`` of ``hidden_states[tokens]``, with everything that a GEMM reads quantised.
+
+    Each quantisation is one pass over all rows: moe_contract.quant defines codes row by row.
+    """
     quantized = _CACHE.get(weights)
-    inputs = _unscaled(x_rows, torch.full((), NVFP4_HIDDEN_SCALE, device=x_rows.device)).float()
-    out = torch.empty_like(x_rows)
-    for expert in expert_of_row.unique().tolist():
-        members = (expert_of_row == expert).nonzero().squeeze(1)
-        out[members] = _expert(inputs[members], quantized, expert, activation).to(out.dtype)
-    return out
+    inputs = _unscaled(hidden_states, _full(NVFP4_HIDDEN_SCALE, hidden_states)).float()
+    order = torch.argsort(expert_of_row, stable=True)
+    experts, counts = torch.unique_consecutive(expert_of_row[order], return_counts=True)
+    groups = list(zip(experts.tolist(), counts.tolist(), strict=True))
+    parts = inputs[tokens[order]].split(counts.tolist())
+    inner = torch.cat([_first(x, quantized, each, activation) for x, (each, _) in zip(parts, groups, strict=True)])
+    inner = _unscaled(inner, _full(NVFP4_INTERMEDIATE_SCALE, inner)).float()
+    parts = inner.split(counts.tolist())
+    rows = torch.cat([_second(x, quantized, each) for x, (each, _) in zip(parts, groups, strict=True)])
+    return torch.empty_like(rows, dtype=hidden_states.dtype).index_copy_(0, order, rows.to(hidden_states.dtype))
 
 
-def _expert(x: Tensor, quantized: QuantizedExperts, expert: int, activation: Activation) -> Tensor:
+def _first(x: Tensor, quantized: QuantizedExperts, expert: int, activation: Activation) -> Tensor:
     weights = quantized.values
     undo = 1.0 / quantized.first_scale[expert] * (1.0 / NVFP4_HIDDEN_SCALE)
     up = _linear(x, weights.up, weights.up_bias, expert, undo)
     gate = None if weights.gate is None else _linear(x, weights.gate, weights.gate_bias, expert, undo)
-    hidden = apply_activation(activation, gate, up)
-    inner = _unscaled(hidden, torch.full((), NVFP4_INTERMEDIATE_SCALE, device=x.device)).float()
+    return apply_activation(activation, gate, up)
+
+
+def _second(x: Tensor, quantized: QuantizedExperts, expert: int) -> Tensor:
+    weights = quantized.values
     undo = 1.0 / quantized.second_scale[expert] * (1.0 / NVFP4_INTERMEDIATE_SCALE)
-    return _linear(inner, weights.down, weights.down_bias, expert, undo)
+    return _linear(x, weights.down, weights.down_bias, expert, undo)
+
+
+def _full(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, device=like.device)
 
 
 def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int, undo: Tensor) -> Tensor:

@@ -132,11 +132,17 @@ class LoadedReferenceProducer:
         local_ids = _local(routed.ids, layer)
         tokens, slots = torch.nonzero(local_ids >= 0, as_tuple=True)
         on_input = layer.routing.method in INPUT_WEIGHTED_METHODS
-        given = hidden_states[tokens], local_ids[tokens, slots], layer.experts, layer.activation
-        if self.declaration.quantization == "nvfp4":
-            rows = nvfp4_rows(*given)
+        experts = local_ids[tokens, slots]
+        if self.declaration.quantization == "nvfp4" and tokens.numel():
+            rows = nvfp4_rows(hidden_states, tokens, experts, layer.experts, layer.activation)
         else:
-            rows = expert_rows(*given, input_weights=routed.weights[tokens, slots] if on_input else None)
+            rows = expert_rows(
+                hidden_states[tokens],
+                experts,
+                layer.experts,
+                layer.activation,
+                input_weights=routed.weights[tokens, slots] if on_input else None,
+            )
         permutation = self._permute(local_ids)
         return UnfinalizedMoEOutput(
             gemm2_permuted=permutation.scatter(rows),
