@@ -126,7 +126,9 @@ def test_map_of_another_form_is_refused(index: Tensor, message: str) -> None:
 )
 def test_unknown_unfinalized_form_names_version_entry_and_form(form: object) -> None:
     """Nothing is guessed from a length: four tensors with a LoRA delta, or three that are a finalized form."""
-    with pytest.raises(ReturnFormError, match=r"flashinfer 0\.6\.18 trtllm_bf16_moe \(logits\): expected three tensors"):
+    with pytest.raises(
+        ReturnFormError, match=r"flashinfer 0\.6\.18 trtllm_bf16_moe \(logits\): expected three tensors"
+    ):
         unfinalized(form, _call())
 
 

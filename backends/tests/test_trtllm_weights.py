@@ -94,13 +94,17 @@ def test_nvfp4_preparation_can_be_undone(gated: bool, intermediate: int, hidden:
     prepared = nvfp4.prepare(weights)
     order = first_gemm_order(prepared.gemm1.shape[1], gated=gated)
     first = nvfp4.values(nvfp4.restore(prepared.gemm1, prepared.gemm1_scale, order))
-    second = nvfp4.values(nvfp4.restore(prepared.gemm2, prepared.gemm2_scale, second_gemm_order(prepared.gemm2.shape[1])))
+    second = nvfp4.values(
+        nvfp4.restore(prepared.gemm2, prepared.gemm2_scale, second_gemm_order(prepared.gemm2.shape[1]))
+    )
     undo1 = prepared.output1_gate_scale * NVFP4_HIDDEN_SCALE
     undo2 = prepared.output2_scale * NVFP4_INTERMEDIATE_SCALE
     canonical1, canonical2 = padded(weights, prepared.hidden_size, prepared.intermediate_size)
     for values, undo, expected in ((first, undo1, canonical1), (second, undo2, canonical2)):
         found = values * undo[:, None, None]
-        largest = expected.float().unflatten(-1, (-1, 16)).abs().amax(-1, keepdim=True).expand(*expected.shape[:2], -1, 16)
+        largest = (
+            expected.float().unflatten(-1, (-1, 16)).abs().amax(-1, keepdim=True).expand(*expected.shape[:2], -1, 16)
+        )
         # Half the widest step of e2m1 is 1 of 6, and the block scale may be a sixteenth too small or large.
         off = (found - expected.float()).abs()
         assert bool((off <= largest.flatten(-2) * (1 / 6 + 1 / 16)).all())

@@ -28,6 +28,8 @@ from moe_contract.quant import (
 
 LARGEST_KEPT = 2**24
 """Elements of one projection up to which a part's codes are kept: those of fixed profiles, not those of real models."""
+ELEMENTS_AT_ONCE = 2**22
+"""Elements that are quantised in one go: 32 MB in float64, of which a few copies exist."""
 _KNOWN: dict[int, tuple[weakref.ref[Tensor], QuantizedExperts]] = {}
 SCALE_ROUNDINGS = 4
 """Float32 roundings that undoing global scales takes: two reciprocals, two products with each term or with the sum."""
@@ -81,12 +83,13 @@ def _quantize(weights: ExpertWeights) -> QuantizedExperts:
 
 
 def _unscaled(matrix: Tensor, scales: Tensor) -> Tensor:
-    """``[E, M, K]`` through codes, expert by expert, so that only one is in float64 at a time."""
+    """``[E, M, K]`` through codes, few experts at a time, since they are in float64 meanwhile."""
+    at_once = max(1, ELEMENTS_AT_ONCE // matrix[0].numel())
     parts = [
-        (_quantized(part.double(), scale) * scale.double()).to(torch.bfloat16)
-        for part, scale in zip(matrix, scales, strict=True)
+        (_quantized(part.double(), scale[:, None]) * scale[:, None, None].double()).to(torch.bfloat16)
+        for part, scale in zip(matrix.split(at_once), scales.split(at_once), strict=True)
     ]
-    return torch.stack(parts)
+    return torch.cat(parts)
 
 
 def quantized_inputs(tokens: Tensor) -> Tensor:

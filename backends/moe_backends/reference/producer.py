@@ -58,11 +58,12 @@ FP32_WEIGHTS = declare("reference-fp32-weights", weights_dtypes=frozenset({"floa
 NVFP4 = declare(
     "reference-nvfp4",
     quantization="nvfp4",
+    dtypes=frozenset({"bfloat16"}),
     hidden_size_multiple=NVFP4_BLOCK,
     # A weighted input would be quantised from a rounding that the contract leaves open.
     routing_methods=ALL_ROUTING_METHODS - INPUT_WEIGHTED_METHODS,
 )
-"""Weights and inputs of both GEMMs in NVFP4, as moe_contract.quant defines the codes."""
+"""Weights and inputs of both GEMMs in NVFP4, as moe_contract.quant defines the codes; bfloat16 as NVFP4 kernels are."""
 
 
 class ReferenceProducer:
