@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -10,6 +11,11 @@ from torch import Tensor
 
 from moe_contract import ExpertWeights
 
+LARGEST_KEPT = 2**24
+"""Elements of the first tensor up to which results are kept: small layers are loaded again and again by tests, while
+what is made of a real layer, on each of its ranks at once, would not fit beside it."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Ranks of one process prepare large layers one after the other: padding multiplies a layer that is split over ranks."""
 T = TypeVar("T")
 
 
@@ -24,6 +30,9 @@ class TensorCache(Generic[T]):
         """What ``make`` gives, made once. Ranks on threads may ask at once: each asks for its own tensors."""
         first = tensors[0]
         assert first is not None
+        if first.numel() > LARGEST_KEPT:
+            with _ONE_AT_A_TIME:
+                return make()
         state = tuple(None if each is None else (id(each), each._version) for each in tensors)
         key = id(first)
         known = self._known.get(key)

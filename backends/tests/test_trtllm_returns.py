@@ -14,11 +14,12 @@ from moe_backends.trtllm.versions import NEWEST, OLDEST, Version, known
 
 T, K, H = 5, 3, 8
 VERSIONS = list(recorded())
+CURRENT = Version(0, 6, 18)
 FIRST_RIGHT = {False: Version(0, 6, 16), True: Version(0, 6, 15)}
 """First version, by whether the entry is NVFP4, whose float32 logits give weights with the right label."""
 
 
-def _call(version: Version = Version(0, 6, 18), entry: Entry = Entry.BF16, **changes: Any) -> Call:
+def _call(version: Version = CURRENT, entry: Entry = Entry.BF16, **changes: Any) -> Call:
     fields = {"routing": RoutingInput.LOGITS, "num_tokens": T, "top_k": K, "logits_dtype": torch.float32}
     return Call(version, entry, **{**fields, **changes})
 

@@ -129,7 +129,7 @@ def test_block_scales_lie_where_the_contract_says() -> None:
 
 @pytest.fixture(scope="module")
 def flashinfer_core() -> Iterator[ModuleType]:
-    """``flashinfer.fused_moe.core``, from the installed package or an unpacked wheel; a module that is not there skips."""
+    """``flashinfer.fused_moe.core``, from the installed package or an unpacked wheel; where it is not, tests skip."""
     folder = os.environ.get(WHEEL_FOLDER)
     if folder and Path(folder).is_dir():
         sys.path.insert(0, folder)
@@ -161,7 +161,7 @@ def test_bf16_preparation_is_flashinfers(flashinfer_core: Any, gated: bool) -> N
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_nvfp4_row_order_is_flashinfers(flashinfer_core: Any, gated: bool) -> None:
-    """Codes and block scales are in the row order of FlashInfer's functions; the swizzle after it needs its GPU kernel."""
+    """Codes and block scales are in the row order of FlashInfer's functions; its swizzle needs a GPU kernel."""
     weights = _weights(1, 256, 256, gated=gated)
     prepared = nvfp4.prepare(weights)
     for codes, scales, first in (

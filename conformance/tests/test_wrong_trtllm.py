@@ -1,4 +1,4 @@
-"""Every error planted in the TRTLLM adapters is caught by the clause that it breaks; the adapters themselves are not."""
+"""Every error planted in the TRTLLM adapters is caught by the clause that it breaks; the adapters themselves pass."""
 
 from __future__ import annotations
 

@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from moe_contract import Installation
+
+from .bindings import problems
 from .returns import Entry
+from .sources import read_installed
 from .versions import EMULATED, NEWEST, OLDEST, Version, known
 
 DISTRIBUTION = "flashinfer-python"
@@ -31,6 +36,10 @@ class Engine(Protocol):
 
     def unavailable(self, device: torch.device) -> str:
         """Why it cannot run on ``device``, in one phrase; empty where it can."""
+        ...
+
+    def installation(self) -> Installation:
+        """What is installed, and which calls of the adapters it would not take."""
         ...
 
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
@@ -71,6 +80,15 @@ class FlashInfer:
         if major != MAJOR:
             return f"TRTLLM-Gen kernels need compute capability {MAJOR}.x; this GPU has {major}.{minor}"
         return self._import_problem()
+
+    def installation(self) -> Installation:
+        """Read from the installed sources, which nothing of is imported."""
+        spec = importlib.util.find_spec("flashinfer")
+        if spec is None or not spec.submodule_search_locations:
+            return Installation(DISTRIBUTION, "")
+        found = read_installed(Path(spec.submodule_search_locations[0]))
+        wrong = [] if known(self.version) else [f"its forms are not known ({OLDEST} to {NEWEST} are)"]
+        return Installation(DISTRIBUTION, str(self.version), (*wrong, *problems(self.version, found)))
 
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
         """Calls ``flashinfer.fused_moe``'s function of this name."""

@@ -13,6 +13,7 @@ from moe_backends.reference.limits import check_batch, check_weights
 from moe_backends.reference.routing import check_routing, route
 from moe_backends.weight_cache import WeightCache
 from moe_contract import (
+    Installation,
     LoadedProducer,
     MoEConfig,
     MoELayer,
@@ -64,6 +65,10 @@ class TrtllmProducer:
     def unavailable(self, device: str) -> str:
         """Why it cannot run on ``device`` of this machine; empty where it can."""
         return self.engine.unavailable(torch.device(device))
+
+    def installation(self) -> Installation:
+        """What of FlashInfer is installed, and which calls it would not take."""
+        return self.engine.installation()
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
         """Prepares one rank's weights. ``config`` is read again at every call.

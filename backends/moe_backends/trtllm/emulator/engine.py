@@ -19,7 +19,7 @@ from moe_backends.trtllm.returns import Call, Entry, RoutingInput, mislabelled
 from moe_backends.trtllm.routing import METHODS, folding_methods, unpack
 from moe_backends.trtllm.signatures import signature
 from moe_backends.trtllm.versions import EMULATED, Version
-from moe_contract import Routing, RoutingMethod, UnfinalizedMoEOutput, finalize
+from moe_contract import Installation, Routing, RoutingMethod, UnfinalizedMoEOutput, finalize
 
 from .experts import Bf16Experts, Nvfp4Experts, run
 from .permutation import allocated_rows, default_tile, padded_rows, place
@@ -43,6 +43,10 @@ class Emulator:
     def unavailable(self, device: torch.device) -> str:
         """It runs wherever torch computes."""
         return "" if device.type in ("cpu", "cuda") else f"the emulator computes on cpu or cuda, not on {device.type}"
+
+    def installation(self) -> Installation:
+        """Itself: the recorded signatures, to which every call binds or raises."""
+        return Installation("emulator", str(self.version))
 
     def quantize(self, hidden_states: Tensor, global_scale: float) -> tuple[Tensor, Tensor]:
         """The recipe of moe_contract.quant."""

@@ -22,6 +22,8 @@ from .rows import first_gemm_order, inverse, second_gemm_order
 
 HIDDEN_MULTIPLE = 256
 """The kernels' tile along the hidden size: two epilogue tiles; other sizes are padded, and then finalized (ROWS-4)."""
+ELEMENTS_AT_ONCE = 2**20
+"""Elements that are quantised in one go: their float32 temporaries stay in a processor's cache."""
 Codes = tuple[Tensor, Tensor]
 """Packed codes ``[E, M, K / 2]`` and linear block scales ``[E, M, K / 16]``, uint8."""
 
@@ -85,9 +87,16 @@ def values(codes: Codes) -> Tensor:
 
 
 def _quantized(matrix: Tensor, global_scale: Tensor) -> Codes:
-    columns = matrix.shape[2]
-    filled = pad(matrix.float(), (0, round_up(columns, NVFP4_BLOCK) - columns))
-    return nvfp4_linear(filled, global_scale[:, None])
+    experts, rows, columns = matrix.shape
+    width = round_up(columns, NVFP4_BLOCK)
+    codes = torch.empty(experts, rows, width // 2, dtype=torch.uint8, device=matrix.device)
+    scales = torch.empty(experts, rows, width // NVFP4_BLOCK, dtype=torch.uint8, device=matrix.device)
+    at_once = max(1, ELEMENTS_AT_ONCE // (rows * width))
+    for first in range(0, experts, at_once):
+        part = slice(first, first + at_once)
+        filled = pad(matrix[part].float(), (0, width - columns))
+        codes[part], scales[part] = nvfp4_linear(filled, global_scale[part, None])
+    return codes, scales
 
 
 def _padded(codes: Codes, rows: int, columns: int) -> Codes:
