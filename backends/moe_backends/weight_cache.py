@@ -15,7 +15,7 @@ LARGEST_KEPT = 2**24
 """Elements of the first tensor up to which results are kept: small layers are loaded again and again by tests, while
 what is made of a real layer, on each of its ranks at once, would not fit beside it."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Ranks of one process prepare large layers one after the other: padding multiplies a layer that is split over ranks."""
+"""Ranks of one process prepare large layers one after the other: padding multiplies a layer that is split."""
 T = TypeVar("T")
 
 
