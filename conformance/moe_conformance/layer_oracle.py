@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,9 +68,9 @@ def rank_rows(
     local = routed.ids - part.first_expert
     present = (local >= 0) & (local < part.num_local_experts)
     tokens, token_error = _expert_inputs(inputs, routed)
-    quantized = None
+    select: Callable[[Tensor], ExpertWeights] = part.experts.select
     if quantization == "nvfp4":
-        tokens, quantized = nvfp4_oracle.quantized_inputs(tokens), nvfp4_oracle.quantized_experts(part.experts)
+        tokens, select = nvfp4_oracle.quantized_inputs(tokens), partial(nvfp4_oracle.quantized_experts, part.experts)
     shape = (*routed.ids.shape, part.hidden_size)
     rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
     active = local[present].unique()
@@ -78,7 +80,7 @@ def rank_rows(
         used = token >= 0
         batch = torch.where(used.unsqueeze(-1), tokens[token.clamp(min=0)], 0.0)
         error = None if token_error is None else token_error.select(token.clamp(min=0))
-        chosen = part.experts.select(experts) if quantized is None else quantized.select(experts)
+        chosen = select(experts)
         values, errors = mlp(
             chosen, part.activation, batch, part.dtype, intermediate_dtype, quantization, token_error=error
         )

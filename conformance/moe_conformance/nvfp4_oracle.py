@@ -57,16 +57,20 @@ class QuantizedExperts:
         )
 
 
-def quantized_experts(weights: ExpertWeights) -> QuantizedExperts:
-    """These experts' codes; kept while their weights live, since one part is asked for by case after case."""
+def quantized_experts(weights: ExpertWeights, experts: Tensor) -> ExpertWeights:
+    """The values that the codes of these of the experts stand for, float64.
+
+    A small layer is quantised whole and kept while its weights live, since case after case asks for it; of a large one
+    only what is asked for.
+    """
+    if weights.up.numel() > LARGEST_KEPT:
+        return _quantize(weights.select(experts)).select(torch.arange(len(experts)))
     key = id(weights.up)
     known = _KNOWN.get(key)
-    if known is not None and known[0]() is weights.up:
-        return known[1]
-    found = _quantize(weights)
-    if weights.up.numel() <= LARGEST_KEPT:
-        _KNOWN[key] = (weakref.ref(weights.up, lambda _: _KNOWN.pop(key, None)), found)
-    return found
+    if known is None or known[0]() is not weights.up:
+        known = weakref.ref(weights.up, lambda _: _KNOWN.pop(key, None)), _quantize(weights)
+        _KNOWN[key] = known
+    return known[1].select(experts)
 
 
 def _quantize(weights: ExpertWeights) -> QuantizedExperts:
