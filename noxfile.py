@@ -25,6 +25,11 @@ ROOT = Path(__file__).parent.resolve()
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PACKAGES = {"contract": "moe_contract", "backends": "moe_backends", "conformance": "moe_conformance"}
 """Import packages by the folder that holds each."""
+FLASHINFER_VERSIONS = (
+    *("0.6.6", "0.6.7", "0.6.8", "0.6.9", "0.6.10", "0.6.11", "0.6.12", "0.6.13", "0.6.14", "0.6.15", "0.6.16"),
+    *("0.6.17", "0.6.18", "0.6.18.post1", "0.7.0", "0.7.1", "0.7.2", "0.7.4"),
+)
+"""The wheels that `abi` reads: 450 MB in all, kept in the session's folder. There is no 0.7.3."""
 ANY_TORCH = "MOE_CONFORMANCE_ANY_TORCH"
 """Environment variable: take the torch that pip resolves, even a CUDA build on a machine without a GPU."""
 
@@ -62,6 +67,30 @@ def typing(session: nox.Session) -> None:
     install(session, "-e", ".[dev]")
     session.run("mypy", *session.posargs)  # not the tests: what they hand over to be refused is wrongly typed by design
     session.run("mypy", *session.posargs, "noxfile.py")
+
+
+@nox.session(default=False)
+def abi(session: nox.Session) -> None:
+    """Compare FlashInfer's entry points, in downloaded wheels, with the record; `-- --write` records them.
+
+    Wheels come without dependencies and nothing is imported from them. Further versions: `-- --versions 0.7.5,0.8.0`.
+    """
+    arguments = list(session.posargs)
+    versions: tuple[str, ...] = FLASHINFER_VERSIONS
+    if "--versions" in arguments:
+        at = arguments.index("--versions")
+        versions = (*versions, *arguments[at + 1].split(","))
+        del arguments[at : at + 2]
+    install(session, "-e", ".")
+    wheels = Path(session.create_tmp()) / "wheels"
+    for version in versions:
+        if not list(wheels.glob(f"flashinfer_python-{version}-*.whl")):
+            requirement = f"flashinfer-python=={version}"
+            session.run("python", "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(wheels), requirement)
+    if "--write" in arguments:
+        arguments += ["--table", str(ROOT / "docs" / "flashinfer-abi.md")]
+    paths = sorted(map(str, wheels.glob("flashinfer_python-*.whl")))
+    session.run("python", "-m", "moe_backends.trtllm.abi", *arguments, *paths)
 
 
 @nox.session(default=False)

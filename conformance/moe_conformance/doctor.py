@@ -14,10 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from moe_conformance.cli.selection import choose_device, installed_candidates
 from moe_conformance.report.environment import suite_version
 from moe_conformance.report.terminal import make_console
-from moe_contract import CONTRACT_VERSION
+from moe_contract import CONTRACT_VERSION, Installation, Installed
+from moe_contract.discovery import BackendNotFoundError, installed_backends, load_backend
 
 LABEL_WIDTH = 12
 PROBE_TIMEOUT_S = 20.0
+EXIT_OK, EXIT_BROKEN, EXIT_NOTHING = 0, 1, 3
+"""As a run's: all hold, one is broken, nothing ran."""
 
 
 def doctor_command() -> None:
@@ -36,6 +39,31 @@ def doctor_command() -> None:
         print("\n".join(lines))
     if not candidates:
         print("  none is installed; name one as module:object")
+
+
+def package_command(package: str) -> int:
+    """Prints which calls of the backends the installed ``package`` would not take, without making any.
+
+    0 where all bind, 1 where one does not, 3 where the package or a backend that calls it is not installed.
+    """
+    found: dict[tuple[str, str], Installation] = {}
+    for name in installed_backends():
+        try:
+            backend = load_backend(name)
+        except BackendNotFoundError:
+            continue
+        for side, each in (("producer", backend.producer), ("consumer", backend.consumer)):
+            if isinstance(each, Installed) and (report := each.installation()).package == package:
+                found[side, name] = report
+    width = make_console().width
+    for (side, name), report in found.items():
+        state = "; ".join(report.problems) or "every call binds"
+        what = f"{package} {report.version}: {state}" if report.version else f"{package} is not installed"
+        head = f"{side} {name}  "
+        print("\n".join(textwrap.wrap(what, width, initial_indent=head, subsequent_indent=" " * 6)))
+    if any(report.problems for report in found.values()):
+        return EXIT_BROKEN
+    return EXIT_OK if any(report.version for report in found.values()) else EXIT_NOTHING
 
 
 def facts() -> dict[str, str]:

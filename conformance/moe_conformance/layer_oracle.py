@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds, routing_oracle
+from moe_conformance import bounds, nvfp4_oracle, routing_oracle
 from moe_conformance.bounds import U32, UNIT_ROUNDOFF
 from moe_conformance.layer_data import LayerInputs
 from moe_conformance.routing_oracle import RoutedTruth
 from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod
+from moe_contract.declarations import Quantization
 from moe_contract.dtypes import DtypeName, torch_dtype
 
 EXACT = torch.float64
@@ -57,12 +60,17 @@ class RankRows:
     bounds: Tensor
 
 
-def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName) -> RankRows:
+def rank_rows(
+    inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName, quantization: Quantization = "none"
+) -> RankRows:
     """The exact rows of the rank that holds ``part`` of the layer."""
     routed = routing_oracle.route(inputs.layer.routing, inputs.router_logits)
     local = routed.ids - part.first_expert
     present = (local >= 0) & (local < part.num_local_experts)
     tokens, token_error = _expert_inputs(inputs, routed)
+    select: Callable[[Tensor], ExpertWeights] = part.experts.select
+    if quantization == "nvfp4":
+        tokens, select = nvfp4_oracle.quantized_inputs(tokens), partial(nvfp4_oracle.quantized_experts, part.experts)
     shape = (*routed.ids.shape, part.hidden_size)
     rows, row_bounds = torch.zeros(shape, dtype=EXACT), torch.zeros(shape, dtype=EXACT)
     active = local[present].unique()
@@ -72,8 +80,10 @@ def rank_rows(inputs: LayerInputs, part: MoELayer, intermediate_dtype: DtypeName
         used = token >= 0
         batch = torch.where(used.unsqueeze(-1), tokens[token.clamp(min=0)], 0.0)
         error = None if token_error is None else token_error.select(token.clamp(min=0))
-        chosen = part.experts.select(experts)
-        values, errors = mlp(chosen, part.activation, batch, part.dtype, intermediate_dtype, token_error=error)
+        chosen = select(experts)
+        values, errors = mlp(
+            chosen, part.activation, batch, part.dtype, intermediate_dtype, quantization, token_error=error
+        )
         rows[token[used], slot[used]], row_bounds[token[used], slot[used]] = values[used], errors[used]
     return RankRows(routed, present, rows, row_bounds)
 
@@ -135,31 +145,39 @@ def mlp(
     tokens: Tensor,
     dtype: torch.dtype,
     intermediate_dtype: DtypeName,
+    quantization: Quantization = "none",
     *,
     token_error: _InputError | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds."""
-    up, up_error = _first_gemm(tokens, token_error, experts.up, experts.up_bias)
+    """``tokens [E, R, H]``, R for each expert, off by ``token_error``: the exact rows and their bounds.
+
+    Where the experts are quantised, weights and tokens are the values that their codes stand for.
+    """
+    extra = nvfp4_oracle.SCALE_ROUNDINGS if quantization == "nvfp4" else 0
+    up, up_error = _first_gemm(tokens, token_error, experts.up, experts.up_bias, extra)
     if experts.gate is None:
         inner, error = up.clamp(min=0).square(), 2.0 * up.abs() * up_error + up_error.square()
     else:
-        gate, gate_error = _first_gemm(tokens, token_error, experts.gate, experts.gate_bias)
+        gate, gate_error = _first_gemm(tokens, token_error, experts.gate, experts.gate_bias, extra)
         inner, error = _gated(activation, gate, gate_error, up, up_error)
     error = error + ACTIVATION_ULPS * U32 * (inner.abs() + error)
     inner_dtype = torch_dtype(intermediate_dtype)
     if inner_dtype is not torch.float32:
         error = bounds.store(inner, error, inner_dtype)
-    rows, row_error = _gemm(inner, error, experts.down, experts.down_bias)
+    if quantization == "nvfp4":
+        inner, error = nvfp4_oracle.quantized_intermediate(inner, error)
+    rows, row_error = _gemm(inner, error, experts.down, experts.down_bias, extra)
     return rows, bounds.store(rows, row_error, dtype)
 
 
-def _gemm(x: Tensor, x_error: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gemm(x: Tensor, x_error: Tensor | None, weight: Tensor, bias: Tensor | None, extra: int) -> tuple[Tensor, Tensor]:
     """x W^T + bias with float32 accumulation; 6 sqrt(L) u is the probabilistic bound of a sum of L terms
-    (below about 3e-8 per element to be exceeded; Higham and Mary, 2019). No error where x is exact."""
+    (below about 3e-8 per element to be exceeded; Higham and Mary, 2019). No error where x is exact. Each term may be
+    rounded ``extra`` times more."""
     matrix = weight.to(EXACT).transpose(-1, -2)
     value, sizes = x @ matrix, matrix.abs()
     magnitude = (x.abs() if x_error is None else x.abs() + x_error) @ sizes
-    error = 6.0 * math.sqrt(x.shape[-1]) * U32 * magnitude
+    error = (6.0 * math.sqrt(x.shape[-1]) + extra) * U32 * magnitude
     if x_error is not None:
         error = error + x_error @ sizes
     if bias is not None:
@@ -169,11 +187,11 @@ def _gemm(x: Tensor, x_error: Tensor | None, weight: Tensor, bias: Tensor | None
 
 
 def _first_gemm(
-    tokens: Tensor, token_error: _InputError | None, weight: Tensor, bias: Tensor | None
+    tokens: Tensor, token_error: _InputError | None, weight: Tensor, bias: Tensor | None, extra: int
 ) -> tuple[Tensor, Tensor]:
     """As ``_gemm``, with inputs that may be off. A common error scales the product; roundings of their own are added
     up like those of a sum: beyond 6 times the root of their squares with a chance of about 3e-8."""
-    value, error = _gemm(tokens, None, weight, bias)
+    value, error = _gemm(tokens, None, weight, bias, extra)
     if token_error is None:
         return value, error
     product = value if bias is None else value - bias.to(EXACT).unsqueeze(-2)

@@ -57,7 +57,7 @@ def _fp8(norm: Tensor, codes: Tensor, scales: Tensor, recipe: QuantRecipe, rank:
         token = int(scale_error.reshape(-1).nonzero()[0])
         got, want = float(scales.reshape(-1)[token]), float(expected.reshape(-1)[token])
         return _violation("quant_scale", f"{got:.9g}", f"{want:.9g}", rank, token=token)
-    return _codes(codes.double(), exact / scales.double(), _e4m3, FP8_MAX, rank)
+    return _codes(codes.double(), exact / scales.double(), e4m3_value, FP8_MAX, rank)
 
 
 def _nvfp4(norm: Tensor, packed: Tensor, scales: Tensor, recipe: QuantRecipe, rank: int) -> Violation | None:
@@ -76,13 +76,13 @@ def _nvfp4(norm: Tensor, packed: Tensor, scales: Tensor, recipe: QuantRecipe, ra
     exact = norm.double().view(tokens, blocks, NVFP4_BLOCK)
     wanted = recipe.global_scale * exact.abs().amax(2) / FP4_MAX
     factors = observed.view(torch.float8_e4m3fn).double()
-    wrong = ~_allowed(factors, wanted, _e4m3, FP8_MAX)
+    wrong = ~_allowed(factors, wanted, e4m3_value, FP8_MAX)
     if bool(wrong.any()):
         token, block = (int(i) for i in wrong.nonzero()[0])
         got, want = float(factors[token, block]), float(wanted[token, block])
         return _violation("quant_scale", f"{got:.6g} for block {block}", f"e4m3 of {want:.6g}", rank, token=token)
     multiplier = torch.where(factors > 0, recipe.global_scale / factors, 0.0).unsqueeze(2)
-    return _codes(_unpacked(packed), (exact * multiplier).reshape(tokens, hidden), _e2m1, FP4_MAX, rank)
+    return _codes(_unpacked(packed), (exact * multiplier).reshape(tokens, hidden), e2m1_value, FP4_MAX, rank)
 
 
 def _codes(got: Tensor, quotient: Tensor, rounding: Rounding, largest: float, rank: int) -> Violation | None:
@@ -106,12 +106,12 @@ def _allowed(got: Tensor, quotient: Tensor, rounding: Rounding, largest: float) 
     return (got >= low) & (got <= high)
 
 
-def _e4m3(values: Tensor) -> Tensor:
+def e4m3_value(values: Tensor) -> Tensor:
     """To float8_e4m3fn and back; through float32, whose rounding the slack covers."""
     return values.float().to(torch.float8_e4m3fn).double()
 
 
-def _e2m1(values: Tensor) -> Tensor:
+def e2m1_value(values: Tensor) -> Tensor:
     """To the nearest e2m1 value, ties to the even code, and back."""
     magnitude = values.abs()
     middles = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2.0

@@ -28,11 +28,13 @@ def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str)
 def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: str) -> str | None:
     """Why this producer does not claim this case; None when it does."""
     limit = declared.max_experts
+    too_large = declared.routing_beyond(case.method, case.num_experts, case.top_k)
     checks = {
         f"routing method {case.method.value}": case.method in declared.routing_methods,
         f"activation {case.activation.value}": case.activation in declared.activations,
         "expert biases": not case.biases or declared.expert_biases,
         "expert parallelism": case.ep == 1 or declared.expert_parallel,
+        too_large: not too_large,
         f"{case.num_experts} experts (declared: at most {limit})": limit is None or case.num_experts <= limit,
     }
     return _first_missing(declared, checks, case, device)

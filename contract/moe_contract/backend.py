@@ -151,6 +151,36 @@ class SoloConsumer(Protocol):
         ...
 
 
+@runtime_checkable
+class Gated(Protocol):
+    """A producer or consumer that can tell, before anything is loaded, that a machine cannot run it (CAP-2)."""
+
+    def unavailable(self, device: str) -> str:
+        """Why it cannot run on this machine's ``cpu`` or ``cuda`` device, in one phrase; empty where it can."""
+        ...
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What a backend finds of the package that it calls."""
+
+    package: str
+    """The distribution, such as ``flashinfer-python``."""
+    version: str
+    """Empty where it is not installed."""
+    problems: tuple[str, ...] = ()
+    """One line for each call of the backend that this version would not take."""
+
+
+@runtime_checkable
+class Installed(Protocol):
+    """A backend that can compare its calls with the package that is installed, without making them."""
+
+    def installation(self) -> Installation:
+        """What is installed, and which calls would fail."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """A producer and a consumer under one name; what an entry point may load to, besides either alone."""

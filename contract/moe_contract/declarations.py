@@ -16,6 +16,8 @@ from moe_contract.quant import QuantFormat
 WeightsDtype = Literal["activation", "float32"]
 """``activation``: the routing weights have the activation dtype; ``float32``: contract 1.1."""
 DeviceType = Literal["cpu", "cuda"]
+Quantization = Literal["none", "nvfp4"]
+"""``none``: the experts compute on the layer's own weights; ``nvfp4``: on the codes that moe_contract.quant defines."""
 ALL_ROUTING_METHODS = frozenset(RoutingMethod)
 FOLDING_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
 """The methods into whose weights FlashInfer's routing folds the scale (RoutingMethodType, version 0.7)."""
@@ -50,9 +52,11 @@ class Determinism(StrEnum):
     VARIES = "varies"
 
 
-class _Declaration(BaseModel):
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class _Declaration(_Record):
     name: str
     version: str = "0"
     emulated: bool = False
@@ -88,6 +92,14 @@ class _Declaration(BaseModel):
             raise PlugInError(place_of_caller(), message) from None
 
 
+class RoutingLimit(_Record):
+    """The largest layer that a producer routes with one method: kernels are compiled for a few sizes of each."""
+
+    method: RoutingMethod
+    max_experts: int = Field(ge=1)
+    max_top_k: int = Field(ge=1)
+
+
 class ProducerDeclaration(_Declaration):
     """What a producer says of itself."""
 
@@ -98,6 +110,10 @@ class ProducerDeclaration(_Declaration):
     """Methods whose weights already contain the routed scaling factor (SCALE-1, SCALE-3)."""
     never_deferred: frozenset[RoutingMethod] = frozenset({RoutingMethod.LLAMA4})
     """Methods for which it always finalizes, such as those that weight the expert's input (ROWS-3)."""
+    deferral_multiple: int = Field(default=1, ge=1)
+    """Rows of any other hidden size are padded to a multiple of this, so such a layer is always finalized (ROWS-4)."""
+    routing_limits: tuple[RoutingLimit, ...] = ()
+    """Methods with limits of their own, below ``max_experts`` and ``max_top_k``."""
     activations: frozenset[Activation] = frozenset(Activation)
     expert_biases: bool = True
     max_experts: int | None = Field(default=None, ge=1)
@@ -108,10 +124,24 @@ class ProducerDeclaration(_Declaration):
     """The output is valid only until the next call (OUT-5)."""
     intermediate_dtype: DtypeName = "float32"
     """What the activation's result is rounded to before the second GEMM; float32 for no rounding."""
+    quantization: Quantization = "none"
+    """What weights and inputs of both GEMMs are quantised to. The codes are specification, not error (NUM-1)."""
 
     def folds(self, method: RoutingMethod) -> bool:
         """Whether the weights of this method already contain the scale."""
         return method in self.folds_scale
+
+    def defers(self, method: RoutingMethod, hidden_size: int) -> bool:
+        """Whether a layer of this method and width is handed over unfinalized where deferral is on."""
+        return self.can_defer and method not in self.never_deferred and hidden_size % self.deferral_multiple == 0
+
+    def routing_beyond(self, method: RoutingMethod, num_experts: int, top_k: int) -> str:
+        """Which limit of the method itself such a layer exceeds, in words; empty where none."""
+        for limit in self.routing_limits:
+            if limit.method is method and (num_experts > limit.max_experts or top_k > limit.max_top_k):
+                most = f"{limit.max_experts} experts and top_k {limit.max_top_k}"
+                return f"{method.value} routing of {num_experts} experts with top_k {top_k} (declared: at most {most})"
+        return ""
 
 
 class ConsumerDeclaration(_Declaration):

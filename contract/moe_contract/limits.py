@@ -46,6 +46,8 @@ def layer_beyond(declaration: ProducerDeclaration, layer: MoELayer) -> Iterator[
         "max_experts": layer.num_experts,
     }
     yield from _sizes_beyond(declaration, limits)
+    if reason := declaration.routing_beyond(layer.routing.method, layer.num_experts, layer.routing.top_k):
+        yield f"CAP-1: no support for {reason}"
     weights = layer.experts
     if not declaration.expert_biases and any(
         b is not None for b in (weights.up_bias, weights.gate_bias, weights.down_bias)

@@ -73,7 +73,7 @@ def negotiate(
     call = _Call(dtype, weights_dtype, top_k, hidden_size, torch.device(device))
     cap = min(limit for limit in (max_tokens, producer.max_tokens, consumer.max_tokens) if limit is not None)
     reasons = [
-        *_producer_reasons(producer, routing_method, ep_size),
+        *_producer_reasons(producer, routing_method, ep_size, hidden_size),
         *_limit_reasons("producer", producer, call),
         *_limit_reasons("consumer", consumer, call),
         *_pair_reasons(producer, consumer, tp_size),
@@ -83,7 +83,9 @@ def negotiate(
     return Negotiation(deferred=not reasons, reasons=tuple(reasons), max_tokens=0 if reasons else cap)
 
 
-def _producer_reasons(producer: ProducerDeclaration, method: RoutingMethod, ep_size: int) -> list[str]:
+def _producer_reasons(
+    producer: ProducerDeclaration, method: RoutingMethod, ep_size: int, hidden_size: int
+) -> list[str]:
     name = f"producer {producer.name}"
     reasons = []
     if not producer.can_defer:
@@ -92,6 +94,8 @@ def _producer_reasons(producer: ProducerDeclaration, method: RoutingMethod, ep_s
         reasons.append(f"{name} does not support routing method {method.value}")
     if method in producer.never_deferred:
         reasons.append(f"{name} always finalizes routing method {method.value} (never_deferred)")
+    if hidden_size % (multiple := producer.deferral_multiple):
+        reasons.append(f"{name} pads hidden size {hidden_size} to a multiple of {multiple}, so it finalizes (ROWS-4)")
     if ep_size > 1 and not producer.expert_parallel:
         reasons.append(f"{name} does not support expert parallelism, ep_size is {ep_size}")
     return reasons

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn (OCP OFP8 specification)."""
 FP4_MAX = 6.0
@@ -65,3 +68,27 @@ def swizzled_scale_offset(row: int, block: int, padded_columns: int) -> int:
     """Byte offset of one block's scale in the swizzled layout (see ``ScaleLayout``)."""
     tile = (row // 128) * (padded_columns // 4) + block // 4
     return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
+
+
+NVFP4_TIE_BREAK = 1.0 + 2.0**-12
+"""Factor of every global scale below. Without it 16-bit values often lie exactly between two codes, where float32
+arithmetic decides; with it none is nearer than 2^-12 of itself, so that every implementation gives the same codes."""
+NVFP4_HIDDEN_SCALE = FP4_MAX * 2.0**5 * NVFP4_TIE_BREAK
+"""Global scale of the hidden states that NVFP4 experts are given: values up to 14 keep their size.
+
+Six times a power of two: a block whose largest magnitude is a power of two then has that power as its block scale."""
+NVFP4_INTERMEDIATE_SCALE = FP4_MAX * 2.0**2 * NVFP4_TIE_BREAK
+"""Global scale of the activation's result before the second GEMM: values up to 112 keep their size."""
+
+
+def nvfp4_weight_scale(amax: Tensor) -> Tensor:
+    """Global scale of a matrix whose largest magnitude is ``amax`` (any shape, float32 is returned).
+
+    6 * 2^k * NVFP4_TIE_BREAK, with k as large as keeps every block scale within float8_e4m3fn. One for each expert's
+    gate and up together, one for its down; of the rank's own part, since a checkpoint may be sharded before it is
+    quantised. An all-zero matrix has the scale of one whose largest magnitude is 448.
+    """
+    safe = torch.where(amax > 0, amax.float(), FP8_MAX)
+    # frexp: 448 / amax = m * 2^e with m in [0.5, 1), so that 2^(e - 1) is the largest power of two that is not above.
+    _, exponent = torch.frexp(FP8_MAX / safe)
+    return torch.ldexp(torch.full_like(safe, FP4_MAX * NVFP4_TIE_BREAK), exponent - 1)

@@ -3,12 +3,13 @@
 from moe_contract import Backend
 
 from .consumer import PROFILE_A, PROFILE_B, PROFILE_C, ReferenceConsumer
-from .producer import FOLDED, FP32_WEIGHTS, REFERENCE, ROUTE_MAJOR, ReferenceProducer
+from .producer import FOLDED, FP32_WEIGHTS, NVFP4, REFERENCE, ROUTE_MAJOR, ReferenceProducer
 
 backend = Backend(producer=ReferenceProducer(REFERENCE), consumer=ReferenceConsumer(PROFILE_C))
 route_major = Backend(producer=ReferenceProducer(ROUTE_MAJOR))
 folded = Backend(producer=ReferenceProducer(FOLDED))
 fp32_weights = Backend(producer=ReferenceProducer(FP32_WEIGHTS))
+nvfp4 = Backend(producer=ReferenceProducer(NVFP4))
 profile_a = Backend(consumer=ReferenceConsumer(PROFILE_A))
 profile_b = Backend(consumer=ReferenceConsumer(PROFILE_B))
 
@@ -18,6 +19,7 @@ __all__ = [
     "backend",
     "folded",
     "fp32_weights",
+    "nvfp4",
     "profile_a",
     "profile_b",
     "route_major",

@@ -25,6 +25,10 @@ def check_declaration(declaration: ProducerDeclaration) -> None:
         raise ValueError(f"{name}: never_deferred must hold {_names(missing)}, whose rows are weighted (ROWS-3)")
     if declaration.route_major and declaration.tile is not None:
         raise ValueError(f"{name}: route-major rows are not padded, so tile must be None, got {declaration.tile}")
+    if declaration.quantization == "nvfp4" and INPUT_WEIGHTED_METHODS & declaration.routing_methods:
+        raise ValueError(f"{name}: quantised inputs cannot be weighted, so routing_methods must not hold llama4")
+    if declaration.deferral_multiple != 1:
+        raise ValueError(f"{name}: rows are never padded, so deferral_multiple must be 1")
     if declaration.intermediate_dtype != "float32":
         raise ValueError(f"{name}: the intermediate is float32, not {declaration.intermediate_dtype}")
 
@@ -36,7 +40,7 @@ def check_layer(layer: MoELayer, declaration: ProducerDeclaration) -> None:
         ValueError: weights or routing parameters that do not fit together.
         UnsupportedError: a layer beyond the declared limits, or float32 matmuls that are not float32.
     """
-    _check_weights(layer)
+    check_weights(layer)
     check_routing(layer.routing, layer.num_experts)
     if reason := next(layer_beyond(declaration, layer), ""):
         raise UnsupportedError(f"producer {declaration.name}: {reason}")
@@ -91,7 +95,8 @@ def _check_router_input(layer: MoELayer, num_tokens: int, given: Tensor | Precom
             )
 
 
-def _check_weights(layer: MoELayer) -> None:
+def check_weights(layer: MoELayer) -> None:
+    """Refuses weights whose shapes or dtypes do not fit together; ValueError names the tensor."""
     weights, activation = layer.experts, layer.activation
     if weights.up.dim() != 3 or weights.up.shape[2] != layer.hidden_size:
         raise ValueError(f"experts.up: expected [E, I, {layer.hidden_size}], got {list(weights.up.shape)}")

@@ -17,10 +17,12 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 from moe_contract.completion import finalize
-from moe_contract.declarations import FOLDING_METHODS
+from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS
+from moe_contract.quant import NVFP4_BLOCK
 
 from .experts import expert_rows
 from .limits import check_batch, check_declaration, check_layer
+from .nvfp4_experts import nvfp4_rows
 from .permutation import Permutation, expert_major, route_major
 from .routing import INPUT_WEIGHTED_METHODS, RoutedTokens, route
 
@@ -51,6 +53,17 @@ FOLDED = declare("reference-folded", folds_scale=FOLDING_METHODS)
 """The scale is folded into the weights of the methods for which FlashInfer's routing does so."""
 FP32_WEIGHTS = declare("reference-fp32-weights", weights_dtypes=frozenset({"float32"}))
 """Contract 1.1's float32 routing weights."""
+
+
+NVFP4 = declare(
+    "reference-nvfp4",
+    quantization="nvfp4",
+    dtypes=frozenset({"bfloat16"}),
+    hidden_size_multiple=NVFP4_BLOCK,
+    # A weighted input would be quantised from a rounding that the contract leaves open.
+    routing_methods=ALL_ROUTING_METHODS - INPUT_WEIGHTED_METHODS,
+)
+"""Weights and inputs of both GEMMs in NVFP4, as moe_contract.quant defines the codes; bfloat16 as NVFP4 kernels are."""
 
 
 class ReferenceProducer:
@@ -120,13 +133,17 @@ class LoadedReferenceProducer:
         local_ids = _local(routed.ids, layer)
         tokens, slots = torch.nonzero(local_ids >= 0, as_tuple=True)
         on_input = layer.routing.method in INPUT_WEIGHTED_METHODS
-        rows = expert_rows(
-            hidden_states[tokens],
-            local_ids[tokens, slots],
-            layer.experts,
-            layer.activation,
-            input_weights=routed.weights[tokens, slots] if on_input else None,
-        )
+        experts = local_ids[tokens, slots]
+        if self.declaration.quantization == "nvfp4" and tokens.numel():
+            rows = nvfp4_rows(hidden_states, tokens, experts, layer.experts, layer.activation)
+        else:
+            rows = expert_rows(
+                hidden_states[tokens],
+                experts,
+                layer.experts,
+                layer.activation,
+                input_weights=routed.weights[tokens, slots] if on_input else None,
+            )
         permutation = self._permute(local_ids)
         return UnfinalizedMoEOutput(
             gemm2_permuted=permutation.scatter(rows),

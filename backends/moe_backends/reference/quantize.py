@@ -42,10 +42,35 @@ def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shap
     scales = quant_scale
     if recipe.scale_layout == "swizzled":
         scales = unswizzle_scales(quant_scale, num_tokens, hidden_size)
-    block_scale = scales.view(torch.float8_e4m3fn).float()
-    codes = torch.stack((quant_out & 0xF, quant_out >> 4), dim=-1).reshape(num_tokens, hidden_size)
-    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=codes.device)[codes.long()]
-    return values * block_scale.repeat_interleave(NVFP4_BLOCK, dim=1) / recipe.global_scale
+    return nvfp4_values(quant_out, scales) / recipe.global_scale
+
+
+def nvfp4_linear(values: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed codes ``[..., n / 2]`` and linear block scales ``[..., n / 16]``, both uint8, of float32 ``[..., n]``.
+
+    ``global_scale`` float32 has one value for each row or for all: its shape broadcasts against ``values[..., 0]``.
+    """
+    blocks = values.unflatten(-1, (-1, NVFP4_BLOCK))
+    amax = blocks.abs().amax(dim=-1)
+    wide = global_scale.unsqueeze(-1).expand_as(amax)
+    scales = (wide * _divide(amax, FP4_MAX)).clamp(0.0, FP8_MAX).to(torch.float8_e4m3fn)
+    block_scale = scales.float().unsqueeze(-1)
+    # Where the scale is 0 the quotient is Inf or NaN; it is replaced after, not multiplied away.
+    codes = to_e2m1_codes(blocks * (wide.unsqueeze(-1) / block_scale))
+    codes = torch.where(block_scale == 0, 0, codes).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
+    return codes[..., 0] | (codes[..., 1] << 4), scales.view(torch.uint8)
+
+
+def nvfp4_values(packed: Tensor, scales: Tensor) -> Tensor:
+    """float32 ``[..., n]``: code times block scale, of linear uint8 ``[..., n / 2]`` and ``[..., n / 16]``.
+
+    The global scale is left to the caller, as a GEMM applies it to its sum.
+    """
+    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=packed.device)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    codes = pairs.index_select(0, packed.flatten().int()).view(*scales.shape, NVFP4_BLOCK)
+    scaled: Tensor = codes.mul_(scales.view(torch.float8_e4m3fn).float().unsqueeze(-1))
+    return scaled.flatten(-2)
 
 
 def to_e4m3(values: Tensor) -> Tensor:
@@ -60,14 +85,14 @@ def to_e2m1_codes(values: Tensor) -> Tensor:
     block that holds one is NaN anyway.
     """
     magnitude = values.abs()
-    code = torch.zeros_like(values, dtype=torch.uint8)
-    for lower in range(len(_E2M1_VALUES) - 1):
-        midpoint = (_E2M1_VALUES[lower] + _E2M1_VALUES[lower + 1]) / 2
-        # A tie goes to the even code: up from an odd one, down to an even one.
-        above = magnitude >= midpoint if lower % 2 else magnitude > midpoint
-        code = code + above.to(torch.uint8)
-    signed = code | (torch.signbit(values).to(torch.uint8) << 3)
-    return torch.where(values.isnan(), len(_E2M1_VALUES) - 1, signed).to(torch.uint8)
+    # Three ranges of even spacing: 1/2 below 2, 1 below 4, 2 above, whose codes are steps from 0, 4 and 6 on. Past its
+    # range each line runs above the next, so the least is the right one; rounding to even is rounding to even codes.
+    fine = (magnitude * 2.0).round_()
+    middle = magnitude.round().add_(2.0)
+    coarse = (magnitude * 0.5).round_().add_(4.0)
+    code = torch.minimum(torch.minimum(fine, middle, out=fine), coarse, out=fine).clamp_(max=7.0)
+    negative = torch.signbit(values) & ~values.isnan()
+    return code.nan_to_num_(nan=7.0).to(torch.uint8).bitwise_or_(negative.to(torch.uint8) << 3)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
@@ -103,22 +128,13 @@ def _fp8_per_token(norm_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nvfp4(norm_out: Tensor, recipe: QuantRecipe) -> tuple[Tensor, Tensor]:
-    num_tokens, hidden_size = norm_out.shape
+    hidden_size = norm_out.shape[1]
     if hidden_size % NVFP4_BLOCK:
         raise ValueError(
             f"QUANT-1: NVFP4 needs a hidden size that is a multiple of {NVFP4_BLOCK}, got {hidden_size}; "
             "use another quantised format for this layer"
         )
-    blocks = norm_out.float().reshape(num_tokens, hidden_size // NVFP4_BLOCK, NVFP4_BLOCK)
-    amax = blocks.abs().amax(dim=2)
-    global_scale = torch.full_like(amax, recipe.global_scale)
-    scales = (global_scale * _divide(amax, FP4_MAX)).clamp(0.0, FP8_MAX).to(torch.float8_e4m3fn)
-    block_scale = scales.float()[:, :, None]
-    # Where the scale is 0 the quotient is Inf or NaN; it is replaced after, not multiplied away.
-    codes = to_e2m1_codes(blocks * (global_scale[:, :, None] / block_scale))
-    codes = torch.where(block_scale == 0, 0, codes).to(torch.uint8).reshape(num_tokens, hidden_size // 2, 2)
-    packed = codes[:, :, 0] | (codes[:, :, 1] << 4)
-    scale_bytes = scales.view(torch.uint8)
+    packed, scale_bytes = nvfp4_linear(norm_out.float(), torch.full((), recipe.global_scale, device=norm_out.device))
     return packed, swizzle_scales(scale_bytes) if recipe.scale_layout == "swizzled" else scale_bytes
 
 

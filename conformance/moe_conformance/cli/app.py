@@ -152,10 +152,16 @@ def bench(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    flashinfer: Annotated[
+        bool, typer.Option("--flashinfer", help="check what the backends call in the installed FlashInfer instead")
+    ] = False,
+) -> None:
     """Say what can run on this machine, and why the rest cannot."""
-    from moe_conformance.doctor import doctor_command
+    from moe_conformance.doctor import doctor_command, package_command
 
+    if flashinfer:
+        raise typer.Exit(package_command("flashinfer-python"))
     doctor_command()
 
 

@@ -9,7 +9,15 @@ from moe_conformance.cli.errors import CommandError, one_line
 from moe_conformance.plan import PlanRequest
 from moe_conformance.profiles import ProfileError, get_profile
 from moe_conformance.report.model import BackendRecord
-from moe_contract import ConsumerDeclaration, ProducerDeclaration, UnknownClauseError, get_clause
+from moe_contract import (
+    Consumer,
+    ConsumerDeclaration,
+    Gated,
+    Producer,
+    ProducerDeclaration,
+    UnknownClauseError,
+    get_clause,
+)
 from moe_contract.discovery import (
     BackendNotFoundError,
     Side,
@@ -151,9 +159,9 @@ def installed_candidates(device: Device) -> list[Candidate]:
             found.append(Candidate(name, "producer", None, one_line(error)))
             continue
         if backend.producer is not None:
-            found.append(_candidate(name, "producer", backend.producer.declaration, device))
+            found.append(_candidate(name, "producer", backend.producer, device))
         if backend.consumer is not None:
-            found.append(_candidate(name, "consumer", backend.consumer.declaration, device))
+            found.append(_candidate(name, "consumer", backend.consumer, device))
     return found
 
 
@@ -174,14 +182,16 @@ def _named(name: str, side: Side, device: Device) -> Candidate:
     """A backend that the user named; raises CommandError where it cannot be loaded."""
     try:
         loaded = load_producer(name) if side == "producer" else load_consumer(name)
-        return _candidate(name, side, loaded.declaration, device)
+        return _candidate(name, side, loaded, device)
     except BackendNotFoundError as error:
         raise CommandError(str(error)) from error
 
 
-def _candidate(name: str, side: Side, declared: ProducerDeclaration | ConsumerDeclaration, device: Device) -> Candidate:
+def _candidate(name: str, side: Side, backend: Producer | Consumer, device: Device) -> Candidate:
+    declared = backend.declaration
     if device in declared.devices:
-        return Candidate(name, side, declared)
+        missing = backend.unavailable(device) if isinstance(backend, Gated) else ""
+        return Candidate(name, side, declared, one_line(missing))
     needs = f"; it needs {declared.requires}" if declared.requires else ""
     return Candidate(
         name,

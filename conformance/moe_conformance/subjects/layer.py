@@ -27,6 +27,7 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 from moe_contract.checks import Expectation, Tier, check
+from moe_contract.declarations import Quantization
 from moe_contract.dtypes import DtypeName
 from moe_contract.forward import MoEForward
 from moe_contract.outputs import MoEOutput
@@ -41,9 +42,10 @@ def cached_inputs(case: LayerCase) -> LayerInputs:
 
 
 @lru_cache(maxsize=16)
-def _cached_rows(case: LayerCase, rank: int, intermediate_dtype: DtypeName) -> RankRows:
-    """Every producer is judged by the same rows, one after the other; 16 are the ranks of the largest case."""
-    return rank_rows(cached_inputs(case), make_parts(case)[rank], intermediate_dtype)
+def _cached_rows(case: LayerCase, rank: int, intermediate_dtype: DtypeName, quantization: Quantization) -> RankRows:
+    """Producers of the same arithmetic are judged by the same rows, one after the other; 16 are the ranks of the
+    largest case."""
+    return rank_rows(cached_inputs(case), make_parts(case)[rank], intermediate_dtype, quantization)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class LayerSubject:
     @property
     def defers(self) -> bool:
         """Whether the declaration says that this case's method can be handed over unfinalized."""
-        return self.declaration.can_defer and self.case.method not in self.declaration.never_deferred
+        return self.declaration.defers(self.case.method, self.case.hidden_size)
 
     def config(self, *, defer: bool = True, cap: int | None = None) -> MoEConfig:
         """The config that opts in to deferral over the case's ranks."""
@@ -90,7 +92,8 @@ class LayerSubject:
         self._require_shardable()
         reason = layer_unsupported(self.declaration, self.case, self.settings.device)
         if reason is None and deferral and not self.defers:
-            reason = f"{self.name} declares that it never defers {self.case.method.value} routing"
+            what = f"{self.case.method.value} routing at hidden size {self.case.hidden_size}"
+            reason = f"{self.name} declares that it never defers {what}"
         if reason is not None:
             raise UnsupportedCaseError(reason)
 
@@ -171,7 +174,8 @@ class LayerSubject:
     def truth(self, rank: int) -> RankTruth:
         """The float64 truth of one rank."""
         expected = self.expectation(rank, self.config())
-        rows = _cached_rows(self.case, rank, self.declaration.intermediate_dtype)
+        declared = self.declaration
+        rows = _cached_rows(self.case, rank, declared.intermediate_dtype, declared.quantization)
         return rank_truth(self.inputs, rows, self.declaration, expected.weights_dtype)
 
     def record(self, headroom: float) -> None:

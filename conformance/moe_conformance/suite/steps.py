@@ -94,7 +94,8 @@ def _rows_truth(layer: LayerSubject, rank: int) -> RankTruth:
     the one rounding to the activation dtype, and are held to it; relu squared alone keeps integers integers."""
     truth, case = layer.truth(rank), layer.case
     integers = case.stratum == "lattice" and case.activation is Activation.RELU2
-    if not integers or layer.declaration.intermediate_dtype != "float32":
+    declared = layer.declaration
+    if not integers or declared.intermediate_dtype != "float32" or declared.quantization != "none":
         return truth
     rows = truth.rows.to(layer.parts[rank].dtype).double()
     return replace(truth, rows=rows, row_bounds=rows.new_zeros(rows.shape))

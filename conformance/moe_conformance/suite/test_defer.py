@@ -88,7 +88,8 @@ def test_deferral_is_as_declared(layer: LayerSubject) -> None:
     for rank, output in enumerate(layer.run()):
         if is_unfinalized(output) != layer.defers:
             got = "unfinalized" if is_unfinalized(output) else "finalized"
-            expected = f"declared: {'defers' if layer.defers else 'never defers'} {layer.case.method.value} routing"
+            verb = "defers" if layer.defers else "never defers"
+            expected = f"declared: {verb} {layer.case.method.value} routing at H {layer.case.hidden_size}"
             raise ClauseBrokenError(
                 [Violation(clause="DEFER-3", field="routed", got=got, expected=expected, rank=rank)]
             )

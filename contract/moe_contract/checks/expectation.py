@@ -40,7 +40,7 @@ class Expectation:
         rank: int | None = None,
     ) -> Expectation:
         """What this producer's output for ``num_tokens`` tokens has to be, from its declaration and the config."""
-        can_defer = declaration.can_defer and layer.routing.method not in declaration.never_deferred
+        can_defer = declaration.defers(layer.routing.method, layer.hidden_size)
         float32 = "float32" in declaration.weights_dtypes
         return cls(
             num_tokens=num_tokens,

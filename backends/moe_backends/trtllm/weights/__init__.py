@@ -1,0 +1,1 @@
+"""Weight preparation for the TRTLLM kernels, and its inverse."""

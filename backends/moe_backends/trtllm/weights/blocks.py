@@ -1,0 +1,47 @@
+"""Layouts of a whole matrix: columns in blocks of 128 bytes, and padding to the kernels' multiples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_contract import ExpertWeights
+
+BLOCK_BYTES = 128
+"""Bytes of one row in a column block: a line of shared memory as the tensor memory accelerator fetches it."""
+INTERMEDIATE_MULTIPLE = 128
+"""The kernels' check on the intermediate size."""
+
+
+def to_blocks(matrix: Tensor) -> Tensor:
+    """``[..., M, K]`` to ``[..., K / b, M, b]`` with b elements of 128 bytes."""
+    *outer, rows, columns = matrix.shape
+    width = BLOCK_BYTES // matrix.element_size()
+    if columns % width:
+        raise ValueError(f"blocked weights need a multiple of {width} columns, got {columns}")
+    return matrix.view(*outer, rows, columns // width, width).transpose(-3, -2).contiguous()
+
+
+def from_blocks(blocked: Tensor) -> Tensor:
+    """The inverse of ``to_blocks``."""
+    *outer, blocks, rows, width = blocked.shape
+    return blocked.transpose(-3, -2).reshape(*outer, rows, blocks * width)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def padded(weights: ExpertWeights, hidden_size: int, intermediate_size: int) -> tuple[Tensor, Tensor]:
+    """``[up; gate]`` or up ``[E, 1|2 * I', H']`` and down ``[E, H', I']`` with zeros up to the padded sizes.
+
+    Padded columns of the intermediate are exactly 0 (every activation of 0 is 0) and meet zero columns of down, so that
+    they change nothing; padded columns of the hidden size stay in the rows.
+    """
+    _, intermediate, hidden = weights.up.shape
+    wide, high = hidden_size - hidden, intermediate_size - intermediate
+    halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
+    first = torch.cat([pad(half, (0, wide, 0, high)) for half in halves], dim=1)
+    return first, pad(weights.down, (0, high, 0, wide))
