@@ -96,7 +96,15 @@ MOE_EXPORT int moe_flashinfer_load(int32_t dtype, int32_t ranks, int32_t* max_cl
   return with_kernel(dtype, ranks, [&](auto kernel) {
     cudaFuncAttributes found{};
     if (report(cudaFuncGetAttributes(&found, kernel.address()), "loading the kernel")) return 1;
-    *max_cluster = flashinfer::GetMaxClusterSize(kernel.address(), 128);  // as their launcher asks
+    // What their launcher asks since 0.6.17; where the driver cannot say, it too goes on with 1.
+    cudaLaunchConfig_t config{};
+    config.gridDim = 8;
+    config.blockDim = 128;
+    *max_cluster = 0;
+    if (cudaOccupancyMaxPotentialClusterSize(max_cluster, kernel.address(), &config) != cudaSuccess || *max_cluster < 1) {
+      (void)cudaGetLastError();
+      *max_cluster = 1;
+    }
     return 0;
   });
 }
