@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from moe_backends.cuda import build as build_module
-from moe_backends.cuda import toolchain
 from moe_backends.cuda.__main__ import main
+from moe_backends.cuda.binding import Binding
 from moe_backends.cuda.build import SOURCES, Variant, build, compile_device
+from moe_backends.jit import toolchain
 from moe_contract import UnsupportedError
 
 
@@ -89,7 +90,7 @@ def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nvcc.chmod(0o755)
     monkeypatch.setenv("MOE_CONFORMANCE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build_module, "find_nvcc", lambda: str(nvcc))
-    binding = toolchain.Binding("1", ("include",), "/lib/libtvm_ffi.so")
+    binding = Binding("1", ("include",), "/lib/libtvm_ffi.so")
     monkeypatch.setattr(build_module, "find_binding", lambda: binding)
     toolchain.compiler_version.cache_clear()
     return nvcc.parent
@@ -122,7 +123,7 @@ def test_the_cache_key_covers_sources_and_compiler(fake_tools: Path, monkeypatch
     first = build(VARIANT)
     monkeypatch.setattr(build_module, "compiler_version", lambda nvcc: "fake 2")
     second = build(VARIANT)
-    monkeypatch.setattr(build_module, "find_binding", lambda: toolchain.Binding("2", (), "/lib/libtvm_ffi.so"))
+    monkeypatch.setattr(build_module, "find_binding", lambda: Binding("2", (), "/lib/libtvm_ffi.so"))
     third = build(VARIANT)
     assert len({first, second, third}) == 3
 

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from moe_backends.jit.cache import cache_dir
+from moe_backends.jit.toolchain import ARCHITECTURES, architecture_of
 from moe_contract import UnsupportedError
 
-from .build import DTYPES, WORLD_SIZES, Variant, build, cache_dir
-from .toolchain import ARCHITECTURES, architecture_of
+from .build import DTYPES, WORLD_SIZES, Variant, build
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_backends.jit.sharing import ranks_on_my_gpu
 from moe_contract import RankGroup, TailCapacity
 
 from . import configs
 from .configs import Config, Form
 from .library import Library, load
 from .quant import Quant
-from .workspace import Workspace, allocate, ranks_on_my_gpu
+from .workspace import Workspace, allocate
 
 SOLO, PDL = 1, 2
 """Flags of a launch (enum Flag in kernels/params.h).

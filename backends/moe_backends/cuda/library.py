@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from moe_backends.jit.toolchain import architecture_of, reported_by
 from moe_contract import UnsupportedError
 from moe_contract.dtypes import dtype_name
 
 from .build import Variant, build
-from .toolchain import architecture_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ def load(dtype: torch.dtype, ranks: int, device: torch.device, *, test_hooks: bo
     Raises:
         UnsupportedError: this machine or this GPU cannot build or run it; one line.
     """
-    variant = Variant(dtype_name(dtype), ranks, architecture_of(device), test_hooks)
+    with reported_by("cuda"):
+        architecture = architecture_of(device)
+    variant = Variant(dtype_name(dtype), ranks, architecture, test_hooks)
     with _lock:
         if variant not in _loaded:
             _loaded[variant] = _open(variant, build(variant), device)

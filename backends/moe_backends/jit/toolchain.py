@@ -1,13 +1,13 @@
-"""What the build needs of this machine: compiler, binding headers, a GPU architecture. Each lack is one clear line."""
+"""What a compilation needs of this machine: a compiler and a GPU it has a target for. Each lack is one clear line."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,13 +19,13 @@ ARCHITECTURES = {(9, 0): "90a", (10, 0): "100a"}
 lack clusters and the fp8 conversions."""
 
 
-@dataclass(frozen=True)
-class Binding:
-    """Where apache-tvm-ffi lies and which version it is."""
-
-    version: str
-    include_dirs: tuple[str, ...]
-    library: str
+@contextmanager
+def reported_by(backend: str) -> Iterator[None]:
+    """Names the backend in what is found missing inside: this package does not know for whom it works."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{backend}: {error}") from error
 
 
 @lru_cache(maxsize=1)
@@ -40,7 +40,7 @@ def find_nvcc() -> str:
     for candidate in [*homes[:-1], *([Path(on_path)] if on_path else []), homes[-1]]:
         if os.access(candidate, os.X_OK):
             return str(candidate)
-    raise UnsupportedError("cuda: no CUDA compiler: install the CUDA toolkit (nvcc 12.8 or later) or set CUDA_HOME")
+    raise UnsupportedError("no CUDA compiler: install the CUDA toolkit (nvcc 12.8 or later) or set CUDA_HOME")
 
 
 @lru_cache(maxsize=4)
@@ -49,25 +49,8 @@ def compiler_version(nvcc: str) -> str:
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        raise UnsupportedError(f"cuda: {nvcc} --version failed: {(done.stderr or 'no output').strip().splitlines()[0]}")
+        raise UnsupportedError(f"{nvcc} --version failed: {(done.stderr or 'no output').strip().splitlines()[0]}")
     return lines[-1]
-
-
-@lru_cache(maxsize=1)
-def find_binding() -> Binding:
-    """apache-tvm-ffi's headers and library.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
-    try:
-        from tvm_ffi import libinfo
-
-        found = version("apache-tvm-ffi")
-    except (ImportError, PackageNotFoundError):
-        raise UnsupportedError("cuda: apache-tvm-ffi is missing: pip install 'moe-conformance[cuda]'") from None
-    includes = tuple(dict.fromkeys((libinfo.find_include_path(), libinfo.find_dlpack_include_path())))
-    return Binding(found, includes, libinfo.find_libtvm_ffi())
 
 
 def architecture_of(device: torch.device) -> str:
@@ -77,11 +60,11 @@ def architecture_of(device: torch.device) -> str:
         UnsupportedError: no GPU, or one that the kernels are not written for (CAP-2).
     """
     if not torch.cuda.is_available():
-        raise UnsupportedError("cuda: CAP-2: torch sees no CUDA device")
+        raise UnsupportedError("CAP-2: torch sees no CUDA device")
     capability = torch.cuda.get_device_capability(device)
     if capability not in ARCHITECTURES:
         known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise UnsupportedError(
-            f"cuda: CAP-2: compute capability {capability[0]}.{capability[1]} is not supported (supported: {known})"
+            f"CAP-2: compute capability {capability[0]}.{capability[1]} is not supported (supported: {known})"
         )
     return ARCHITECTURES[capability]

@@ -1,0 +1,1 @@
+"""Compiling CUDA code at first use, for every backend that does: the compiler, the GPU's architecture, the cache."""
