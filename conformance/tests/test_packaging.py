@@ -126,7 +126,7 @@ def test_every_import_is_declared() -> None:
     declared = declared_distributions([*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())])
     providers = packages_distributions()
     own = sys.stdlib_module_names | {"moe_contract", "moe_backends", "moe_conformance"}
-    absent_here = {"flashinfer": "flashinfer-python", "tvm_ffi": "apache-tvm-ffi"}
+    absent_here = {"flashinfer": "flashinfer-python", "tvm_ffi": "apache-tvm-ffi", "triton": "triton"}
     for file, names in imports_by_file().items():
         for name in names - own:
             distributions = {absent_here[name]} if name in absent_here else set(providers.get(name, [name]))
