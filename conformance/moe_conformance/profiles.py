@@ -65,6 +65,8 @@ class Profile:
     every_variant: bool = False
     """Every variant on every shape. Otherwise a variant is one more axis of the covering array: it meets every value
     of every other axis, but not every combination of two of them."""
+    emulations: bool = True
+    """Whether emulations take part where no backend is named: they compute slowly what the real kernels are quick at."""
     model: Model | None = None
     reductions: tuple[str, ...] = ()
     """What was cut down from the real model, for the report."""
@@ -72,6 +74,7 @@ class Profile:
 
 SMOKE = Profile(
     "smoke",
+    emulations=False,
     default_ranks=(1, 2),
     tail_elements=2**19,
     layers=LayerLimits(tokens=9, hidden_size=512, num_experts=16, intermediate_size=32),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_conformance.cli.app import invoke
+from moe_conformance.cli.selection import Asked, select
 from moe_conformance.models import models
 from moe_contract.clauses import registry
 
@@ -276,3 +277,17 @@ def test_internal_error_is_one_line_and_not_a_broken_clause(
     monkeypatch.setenv("MOE_CONFORMANCE_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         invoke(["run"])
+
+
+def test_smoke_takes_no_emulation_that_is_not_named() -> None:
+    """An emulation is slow, so it takes part from core on; named, it runs in every profile."""
+
+    def emulations(profile: str, *named: str) -> dict[str, str]:
+        asked = Asked(named, (), profile, None, "cpu", (), 0)
+        return {record.name: record.not_run_reason for record in select(asked).backends if record.emulated}
+
+    left_out = emulations("smoke")
+    assert left_out and all("profile smoke leaves out emulations; --producer" in why for why in left_out.values())
+    assert not any(emulations("core").values())
+    name = next(iter(left_out))
+    assert emulations("smoke", name) == {name: ""}

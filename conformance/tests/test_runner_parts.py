@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -74,8 +75,15 @@ def test_pair_that_crashes_does_not_give_up_its_sides(tmp_path: Path) -> None:
 
 def test_few_cases_take_one_worker() -> None:
     """More workers would only import torch more often."""
-    assert default_workers(FEW_CASES - 1, "cpu") == 1
-    assert 1 <= default_workers(10_000, "cuda") <= 4
+    assert default_workers(FEW_CASES - 1, PlanRequest()) == 1
+    assert 1 <= default_workers(10_000, PlanRequest(device="cuda")) <= 4
+
+
+def test_real_models_take_a_worker_for_each_core_at_most() -> None:
+    """Each worker holds a layer of gigabytes; other profiles have more workers than cores."""
+    cores = len(os.sched_getaffinity(0))
+    assert default_workers(10_000, PlanRequest(profile="model:qwen3-30b-a3b")) == cores
+    assert default_workers(10_000, PlanRequest()) == cores + cores // 2
 
 
 def test_request_reaches_the_workers_unchanged() -> None:

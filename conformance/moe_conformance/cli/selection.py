@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_conformance.cli.errors import CommandError, one_line
@@ -168,7 +168,7 @@ def installed_candidates(device: Device) -> list[Candidate]:
 def _candidates(asked: Asked, device: Device) -> tuple[list[Candidate], tuple[str, ...]]:
     """The backends that take part, and which of them only as partners."""
     if not asked.producers and not asked.consumers:
-        return installed_candidates(device), ()
+        return [_in_profile(candidate, asked.profile) for candidate in installed_candidates(device)], ()
     producers = [_named(name, "producer", device) for name in dict.fromkeys(asked.producers)]
     consumers = [_named(name, "consumer", device) for name in dict.fromkeys(asked.consumers)]
     if not consumers:
@@ -176,6 +176,15 @@ def _candidates(asked: Asked, device: Device) -> tuple[list[Candidate], tuple[st
     if not producers:
         return [_named(REFERENCE, "producer", device), *consumers], (f"producer:{REFERENCE}",)
     return [*producers, *consumers], ()
+
+
+def _in_profile(candidate: Candidate, profile: str) -> Candidate:
+    """The candidate, left out where it is an emulation and the profile takes none that is not named."""
+    emulated = candidate.declaration is not None and candidate.declaration.emulated
+    if candidate.not_run_reason or not emulated or get_profile(profile).emulations:
+        return candidate
+    option = f"--{candidate.side} {candidate.name}"
+    return replace(candidate, not_run_reason=f"profile {profile} leaves out emulations; {option} runs it")
 
 
 def _named(name: str, side: Side, device: Device) -> Candidate:

@@ -111,7 +111,7 @@ def _print_reasons(report: Report, console: Console, verbosity: int) -> None:
         _print_counted(console, verdict.value, [case for case in report.cases if case.verdict is verdict], limit)
     absent = [backend for backend in report.backends if backend.not_run_reason]
     if absent:
-        _wrapped(console, "cannot run here:", "yellow")
+        _wrapped(console, "not run:", "yellow")
     for backend in absent:
         _wrapped(console, f"{backend.side} {backend.name}: {backend.not_run_reason}", "", first="  ", rest=INDENT)
     for text in report.selection.reductions:

@@ -26,6 +26,9 @@ from moe_conformance.runner.sharding import Shard
 
 FEW_CASES = 40
 """Below this one worker is quicker: every worker imports torch first, which takes as long as about 40 small cases."""
+MANY_CASES = 2000
+"""From here more workers than cores pay off: with 1,000 cases the import that each begins with costs as much as they
+gain."""
 MOST_CRASHES = 100_000
 """xdist's own limit, out of the way: a backend that goes on crashing is given up, see given_up.py."""
 GPU_WORKERS = 4
@@ -94,7 +97,7 @@ def _execute(
         collector = Collector(planned, progress, timeout_s, Strikes(given_up))
         if not planned:
             return collector, ""
-        count = min(workers or default_workers(len(planned), request.device), len(planned))
+        count = min(workers or default_workers(len(planned), request), len(planned))
         arguments = [*pytest_arguments(request, shard, count, timeout_s), "--moe-given-up", str(given_up)]
         progress.start(len(planned))
         try:
@@ -103,12 +106,17 @@ def _execute(
             progress.stop()
 
 
-def default_workers(cases: int, device: str) -> int:
+def default_workers(cases: int, request: PlanRequest) -> int:
     """How many worker processes pay off."""
     if cases < FEW_CASES:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, cases, GPU_WORKERS) if device == "cuda" else min(cores, cases)
+    if request.device == "cuda":
+        return min(cores, cases, GPU_WORKERS)
+    # Half as many again keep the cores busy while ranks wait for a peer that comes late or never; but not for a short
+    # run, nor for the layers of a real model, of which each worker holds one.
+    waiting = 0 if cases < MANY_CASES or get_profile(request.profile).model else cores // 2
+    return min(cores + waiting, cases)
 
 
 def pytest_arguments(request: PlanRequest, shard: Shard | None, workers: int, timeout_s: float) -> list[str]:
@@ -117,7 +125,11 @@ def pytest_arguments(request: PlanRequest, shard: Shard | None, workers: int, ti
     # The suite is its own root: the configuration and the conftest of the user's current folder have no part in it.
     root = [suite, "-c", f"{suite}/pytest.ini", "--rootdir", suite, "--confcutdir", suite]
     # -s: a worker's output goes to its stderr; crash dumps need a real file there, which pytest's capture is not.
-    plugins = ["-s", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    # Plain asserts: the suite's say what its own code relies on, and rewriting them takes each worker a second.
+    plugins = ["-s", "--assert", "plain"]
+    # Each plugin that no case uses costs its part of the five thousand times that a test is set up, run and torn down.
+    for name in ("terminal", "cacheprovider", "logging", "hypothesispytest"):
+        plugins += ["-p", f"no:{name}"]
     for name in ("xdist.plugin", "moe_conformance.plugin", "moe_conformance.runner.worker"):
         plugins += ["-p", name]
     # worksteal hands each worker one stretch of the cases, which keeps those of the same inputs together.

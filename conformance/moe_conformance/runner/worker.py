@@ -17,6 +17,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--moe-given-up", metavar="FILE", help="backends whose remaining cases are left out")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Native tracebacks: pytest's own parse the source files again for each case that fails or is unsupported, which
+    took a third of a run. (The option itself belongs to the terminal, which a run leaves out.)"""
+    config.option.tbstyle = "native"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops the cases of other shards."""
