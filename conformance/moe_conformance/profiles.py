@@ -66,7 +66,7 @@ class Profile:
     """Every variant on every shape. Otherwise a variant is one more axis of the covering array: it meets every value
     of every other axis, but not every combination of two of them."""
     emulations: bool = True
-    """Whether emulations take part where no backend is named: they compute slowly what the real kernels are quick at."""
+    """Whether emulations take part where no backend is named: they are slow where real kernels are quick."""
     model: Model | None = None
     reductions: tuple[str, ...] = ()
     """What was cut down from the real model, for the report."""
