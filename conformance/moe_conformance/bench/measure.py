@@ -33,33 +33,43 @@ MEMORY = 6 * 2**30
 Tell = Callable[[BenchRow | Skipped], None]
 
 
-def run_bench(consumers: dict[str, Consumer], points: Sequence[Point], command: str, tell: Tell) -> BenchResult:
-    """Times all consumers at all points; ``tell`` hears of each as it is done. An interrupt ends it early."""
+def run_bench(
+    consumers: dict[str, Consumer],
+    points: Sequence[Point],
+    command: str,
+    tell: Tell,
+    save: Callable[[BenchResult], None] = lambda partial: None,
+) -> BenchResult:
+    """Times all consumers at all points.
+
+    ``tell`` hears of each as it is done, and ``save`` gets what there is so far, incomplete: a kernel that never ends
+    takes nothing but itself along. An interrupt ends the run early.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    copy, empty, flush = copy_bandwidth(device), empty_node(), flush_buffer(device)
-    rows: list[BenchRow] = []
-    skipped: list[Skipped] = []
-    complete = True
-    try:
-        for found in _measure_all(consumers, points, copy, flush):
-            (rows if isinstance(found, BenchRow) else skipped).append(found)  # type: ignore[arg-type]  # one of the two
-            tell(found)
-        host = _host_costs(consumers, points, device)
-    except KeyboardInterrupt:
-        complete, host = False, {}
-    return BenchResult(
-        complete=complete,
-        started=started,
+    flush = flush_buffer(device)
+    result = BenchResult(
+        complete=False,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         environment=environment("cuda"),
         driver=_driver(),
-        copy_tbps=round(copy, 3),
-        empty_node_us=round(empty, 3),
-        host_call_us=host,
-        rows=with_ratios(rows),
-        skipped=tuple(skipped),
+        copy_tbps=round(copy_bandwidth(device), 3),
+        empty_node_us=round(empty_node(), 3),
+        host_call_us={},
+        rows=(),
     )
+    rows: list[BenchRow] = []
+    skipped: list[Skipped] = []
+    try:
+        for found in _measure_all(consumers, points, result.copy_tbps, flush):
+            (rows if isinstance(found, BenchRow) else skipped).append(found)  # type: ignore[arg-type]  # one of the two
+            tell(found)
+            result = result.model_copy(update={"rows": with_ratios(rows), "skipped": tuple(skipped)})
+            save(result)
+        host = _host_costs(consumers, points, device)
+    except KeyboardInterrupt:
+        return result
+    return result.model_copy(update={"complete": True, "host_call_us": host})
 
 
 def _measure_all(

@@ -49,14 +49,10 @@ def bench_command(options: BenchOptions) -> int:
     json, plot = _file("--json", options.json), _file("--plot", options.plot)
     if plot is not None:
         _require_matplotlib()
-    result = _run(options, parse_grid(options)) if options.source is None else read_result(options.source)
+    result = _run(options, parse_grid(options), json) if options.source is None else read_result(options.source)
     console = make_console()
     print_result(result, console)
-    if json is not None:
-        try:
-            write_whole(json, result.model_dump_json(indent=1).encode() + b"\n")
-        except ReportFolderError as error:
-            raise CommandError(str(error)) from error
+    _save(json, result)
     if plot is not None:
         from moe_conformance.bench.plot import draw
 
@@ -66,7 +62,16 @@ def bench_command(options: BenchOptions) -> int:
     return 0 if all(row.correct for row in result.rows) else 1
 
 
-def _run(options: BenchOptions, grid: Grid) -> BenchResult:
+def _save(path: Path | None, result: BenchResult) -> None:
+    if path is None:
+        return
+    try:
+        write_whole(path, result.model_dump_json(indent=1).encode() + b"\n")
+    except ReportFolderError as error:
+        raise CommandError(str(error)) from error
+
+
+def _run(options: BenchOptions, grid: Grid, json: Path | None) -> BenchResult:
     # Ranks of one GPU wait for each other inside kernels: a kernel that is loaded at its first launch would wait for
     # the whole device, and with it for the rank that waits for it.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -81,7 +86,13 @@ def _run(options: BenchOptions, grid: Grid) -> BenchResult:
 
     log = Console(stderr=True, highlight=False, soft_wrap=True)
     command = shlex.join(["moe-conformance", *sys.argv[1:]])
-    return run_bench(consumers, grid.points(), command, lambda found: log.print(row_line(found), markup=False))
+    return run_bench(
+        consumers,
+        grid.points(),
+        command,
+        lambda found: log.print(row_line(found), markup=False),
+        lambda partial: _save(json, partial),
+    )
 
 
 def chosen_consumers(names: tuple[str, ...]) -> dict[str, Consumer]:
