@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_backends.cuda import CudaConsumer, Form
+from moe_backends.cuda.configs import MAX_RANKS_ALONE
 from moe_backends.reference.quantize import quantize
 from moe_contract import QuantFormat, QuantRecipe, TailCapacity
 
@@ -15,7 +16,7 @@ from .cuda_ranks import GPU, Call, Ranks, random_call, same_bits, ulps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-CLUSTER, PAIR = Form(blocks=4), Form(blocks=2)
+CLUSTER, PAIR, ALONE = Form(blocks=4), Form(blocks=2), Form(blocks=1)
 BLOCK, TWO_SHOT = Form(vectors=2), Form(vectors=4, two_shot=True)
 SHAPES = [
     (7168, 8), (4096, 6), (5120, 6), (3584, 16), (2304, 8), (5120, 1), (2048, 10), (6144, 4), (2688, 6), (1024, 22),
@@ -48,8 +49,11 @@ def check(call: Call, ranks: int, top_k: int, form: Form | None = None) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize(("hidden", "top_k"), SHAPES)
 def test_residual_has_the_bits_of_the_emulation(ranks: int, hidden: int, top_k: int) -> None:
-    """Every layer shape, both forms, at sizes of one and of several waves."""
-    for form, tokens in ((CLUSTER, 1), (CLUSTER, 129), (PAIR, 33), (BLOCK, 5), (BLOCK, 300), (None, 17)):
+    """Every layer shape, all forms, at sizes of one and of several waves."""
+    cases = [(CLUSTER, 1), (CLUSTER, 129), (PAIR, 33), (BLOCK, 5), (BLOCK, 300), (None, 17)]
+    if ranks <= MAX_RANKS_ALONE:
+        cases += [(ALONE, 1), (ALONE, 300)]
+    for form, tokens in cases:
         if form is None or form.fits(hidden):
             check(random_call(tokens + hidden, ranks, tokens, hidden, top_k), ranks, top_k, form)
 
@@ -59,7 +63,8 @@ def test_residual_has_the_bits_of_the_emulation(ranks: int, hidden: int, top_k: 
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32])
 def test_every_dtype_pair(dtype: torch.dtype, weights_dtype: Any, norm_dtype: Any) -> None:
     """Activation, weights and norm weight dtypes in every combination, with the (1 + gamma) form."""
-    for ranks, form in ((1, CLUSTER), (1, BLOCK), (2, CLUSTER), (2, PAIR), (2, BLOCK), (2, TWO_SHOT)):
+    forms = ((1, CLUSTER), (1, ALONE), (1, BLOCK), (2, CLUSTER), (2, PAIR), (2, ALONE), (2, BLOCK), (2, TWO_SHOT))
+    for ranks, form in forms:
         call = random_call(
             1, ranks, 33, 2880, 6, dtype, weights_dtype=weights_dtype, norm_dtype=norm_dtype, weight_bias=1.0
         )

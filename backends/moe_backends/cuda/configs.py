@@ -14,10 +14,14 @@ from moe_contract import TailCapacity, UnsupportedError
 VECTOR = 8
 """Elements of 16 bits in a 16-byte vector, the unit in which threads divide a token."""
 WARP = 32
-CLUSTERS = (2, 4)
-"""Blocks that may share a token; the largest is kMaxCluster in kernels/sync.cuh."""
+CLUSTERS = (1, 2, 4)
+"""Blocks that may hold a token; the largest is kMaxCluster in kernels/sync.cuh."""
 MAX_THREADS = 512
-"""Of one block (kMaxWarps in kernels/sync.cuh)."""
+"""Of a block that loops, or of one in a cluster (max_warps in kernels/sync.cuh)."""
+MAX_THREADS_ALONE = 896
+"""Of a block that holds a token alone (max_warps in kernels/sync.cuh)."""
+MAX_RANKS_ALONE = 2
+"""Most ranks of a block that holds a token alone (kMaxRanksAlone in kernels/sync.cuh)."""
 MAX_HIDDEN_SIZE = max(CLUSTERS) * MAX_THREADS * VECTOR
 """A cluster holds one vector a thread."""
 NO_LIMIT = 2**62
@@ -29,32 +33,42 @@ class Form:
 
     Attributes:
         max_tokens: the largest call it is used for.
-        blocks: blocks that share a token: 1, or a cluster of 2 or 4 that holds one vector a thread. A cluster form is
-            only used for calls whose tokens are all resident at once.
-        vectors: 16-byte vectors a thread loops over; of a block alone.
+        blocks: blocks that hold a token, one vector a thread: a cluster of 2 or 4, or 1 alone. Only used for calls
+            whose tokens are all resident at once. 0: a block alone that loops over vectors.
+        vectors: 16-byte vectors a thread loops over; of a block that loops.
         two_shot: reduce-scatter by token and all-gather, instead of every rank sending to every other; of a block
-            alone.
+            that loops.
     """
 
     max_tokens: int = NO_LIMIT
-    blocks: int = 1
+    blocks: int = 0
     vectors: int = 2
     two_shot: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what no kernel exists for."""
-        if self.blocks != 1 and (self.blocks not in CLUSTERS or self.two_shot):
-            raise ValueError(f"cuda: a cluster has 2 or 4 blocks and is one-shot, got {self}")
+        if self.blocks and (self.blocks not in CLUSTERS or self.two_shot):
+            raise ValueError(f"cuda: a token is held by 1, 2 or 4 blocks, and such a form is one-shot, got {self}")
+
+    @property
+    def loops(self) -> bool:
+        """Whether a thread loops over vectors, so that any number of tokens and any width will do."""
+        return self.blocks == 0
+
+    @property
+    def max_threads(self) -> int:
+        """Of one block."""
+        return MAX_THREADS_ALONE if self.blocks == 1 else MAX_THREADS
 
     def fits(self, hidden_size: int) -> bool:
-        """Whether a cluster's threads cover a token of this size with one vector each; a block always does."""
-        return self.blocks == 1 or hidden_size <= self.blocks * MAX_THREADS * VECTOR
+        """Whether the threads cover a token of this size with one vector each; a block that loops always does."""
+        return self.loops or hidden_size <= self.blocks * self.max_threads * VECTOR
 
     def threads(self, hidden_size: int) -> int:
         """Threads of one block for a hidden size, a multiple of the warp."""
-        share = self.vectors if self.blocks == 1 else self.blocks
+        share = self.vectors if self.loops else self.blocks
         wanted = -(-hidden_size // (VECTOR * share))
-        return min(MAX_THREADS, -(-wanted // WARP) * WARP)
+        return min(self.max_threads, -(-wanted // WARP) * WARP)
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,7 @@ class Config:
     @property
     def max_tokens(self) -> int:
         """The largest call this configuration takes when none is asked for by number."""
-        if self.form.blocks == 1:
+        if self.form.loops:
             return self.form.max_tokens
         return min(self.form.max_tokens, self.max_groups, self.max_groups_quant)
 
@@ -82,8 +96,8 @@ class Config:
 
 
 def _form(row: dict[str, Any]) -> Form:
-    kind: Literal["cluster", "block"] = row["form"]
-    blocks = row["blocks"] if kind == "cluster" else 1
+    kind: Literal["held", "loop"] = row["form"]
+    blocks = row["blocks"] if kind == "held" else 0
     return Form(row.get("max_tokens", NO_LIMIT), blocks, row.get("vectors", 2), row.get("two_shot", False))
 
 
@@ -120,11 +134,16 @@ def usable(forms: Sequence[Form], ranks: int, capacity: TailCapacity) -> Iterato
     for form in forms:
         if form.two_shot and ranks == 1:
             raise UnsupportedError("cuda: a two-shot configuration needs at least 2 ranks")
+        if form.blocks == 1 and ranks > MAX_RANKS_ALONE:
+            raise UnsupportedError(
+                f"cuda: one block holds a token alone with at most {MAX_RANKS_ALONE} ranks, got {ranks}; "
+                "use blocks 2 or 4, or a block that loops"
+            )
         if not form.fits(capacity.hidden_size):
             continue
         found = True
         yield form
-        if form.blocks == 1 and form.max_tokens >= capacity.max_tokens:
+        if form.loops and form.max_tokens >= capacity.max_tokens:
             return
     if not found:
         raise UnsupportedError(f"cuda: no configuration runs a hidden size of {capacity.hidden_size}: {list(forms)}")

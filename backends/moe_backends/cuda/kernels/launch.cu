@@ -22,6 +22,10 @@ Kernel kernel_of(const Config& config, bool quant) {
     return quant ? cluster_tail<Element, kRanks, 4, true> : cluster_tail<Element, kRanks, 4, false>;
   if (config.cluster == 2)
     return quant ? cluster_tail<Element, kRanks, 2, true> : cluster_tail<Element, kRanks, 2, false>;
+  if constexpr (kRanks <= kMaxRanksAlone) {
+    if (config.cluster == 1)
+      return quant ? cluster_tail<Element, kRanks, 1, true> : cluster_tail<Element, kRanks, 1, false>;
+  }
   if constexpr (kRanks > 1) {
     if (config.two_shot)
       return quant ? block_tail<Element, kRanks, true, true> : block_tail<Element, kRanks, true, false>;
@@ -30,15 +34,15 @@ Kernel kernel_of(const Config& config, bool quant) {
 }
 
 int32_t trips(const Config& config, int32_t vecs) {
-  const int32_t threads = config.threads * config.cluster;
+  const int32_t threads = config.threads * std::max(1, config.cluster);
   return (vecs + threads - 1) / threads;
 }
 
 size_t shared_bytes(const Config& config, int32_t vecs) {
-  size_t vectors = Tail<Element, kRanks, kMaxCluster, false, false>::Pipe::kVectors;
-  if (config.cluster == 1) {
+  size_t vectors = Tail<Element, kRanks, kMaxCluster, true, false, false>::Pipe::kVectors;
+  if (config.cluster == 0) {
     const int tokens = kRanks > 1 ? 2 : 1;  // contributed and not finished, and the one before
-    vectors = Tail<Element, kRanks, 1, false, false>::Pipe::kVectors + tokens * trips(config, vecs);
+    vectors = Tail<Element, kRanks, 1, false, false, false>::Pipe::kVectors + tokens * trips(config, vecs);
   }
   return vectors * config.threads * sizeof(uint4);
 }
@@ -48,7 +52,7 @@ struct Launch {
   cudaLaunchAttribute attributes[2];
 
   Launch(const Config& chosen, int32_t vecs, int64_t groups, bool pdl, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(groups * chosen.cluster));
+    config.gridDim = dim3(static_cast<unsigned>(groups * std::max(1, chosen.cluster)));
     config.blockDim = dim3(chosen.threads);
     config.dynamicSmemBytes = shared_bytes(chosen, vecs);
     config.stream = stream;
@@ -72,7 +76,7 @@ cudaError_t load_kernels() {
   int device = 0, most = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  for (int cluster : {1, 2, kMaxCluster})
+  for (int cluster : {0, 1, 2, kMaxCluster})
     for (int two_shot : {0, 1})
       for (bool quant : {false, true}) {
         if (error != cudaSuccess) return error;

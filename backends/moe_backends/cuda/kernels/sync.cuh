@@ -42,15 +42,17 @@ struct Max {  // of magnitudes; a NaN wins, as in torch.amax
   }
 };
 
-constexpr int kMaxWarps = 16;   // 512 threads
 constexpr int kMaxCluster = 4;
+constexpr int kMaxRanksAlone = 2;  // of a block that holds a token alone: its registers have room for one peer
+constexpr int max_warps(int blocks) { return blocks == 1 ? 28 : 16; }  // of one block: 896 threads, 512 in a cluster
 
 // Reduces over the threads of a block or cluster; every thread gets the same bits, because each adds the same partial
 // values in the same tree. Two scratch rows used in turn make one barrier enough: a row is written again two
 // reductions later, and the barrier in between was passed by every reader of the first.
 template <int C>
 struct TokenReduce {
-  float* rows;  // [2][C * kMaxWarps] in shared memory
+  static constexpr int kWarps = C * max_warps(C);
+  float* rows;  // [2][kWarps] in shared memory
   uint32_t cta;
   int turn = 0;
 
@@ -59,7 +61,7 @@ struct TokenReduce {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
 #pragma unroll
     for (int o = 16; o; o >>= 1) v = Op::apply(v, __shfl_xor_sync(~0u, v, o));
-    float* row = rows + turn * (C * kMaxWarps);
+    float* row = rows + turn * kWarps;
     turn ^= 1;
     if constexpr (C == 1) {
       if (lane == 0) row[warp] = v;
@@ -71,7 +73,7 @@ struct TokenReduce {
     }
     const int n = warps * C;
     v = lane < n ? row[lane] : 0.0f;
-    if (C * kMaxWarps > 32 && lane + 32 < n) v = Op::apply(v, row[lane + 32]);
+    if (kWarps > 32 && lane + 32 < n) v = Op::apply(v, row[lane + 32]);
 #pragma unroll
     for (int o = 16; o; o >>= 1) v = Op::apply(v, __shfl_xor_sync(~0u, v, o));
     return v;

@@ -2,8 +2,8 @@
 //
 // A block (C = 1) or a cluster of C blocks takes whole tokens, `gridDim / C` apart. With ranks, a token's contribution
 // is pushed before the previous token's is waited for, so that the trip to the peers hides behind the next token's
-// loads. Two forms of one code: clusters hold one vector a thread and ask for everything before they need it (few
-// tokens: the shortest chain of loads wins); single blocks loop over `vecs_per_thread`
+// loads. Two forms of one code: kEager holds one vector a thread and asks for everything before it needs it (few
+// tokens: the shortest chain of loads wins); otherwise a block loops over `vecs_per_thread`
 // vectors, whose rows flow through a pipe in shared memory (many tokens: memory that is never idle wins).
 #pragma once
 
@@ -33,13 +33,12 @@ struct Local<false> {
   __device__ __forceinline__ void set(int v, uint4 x) { stage[v * blockDim.x] = x; }
 };
 
-template <typename T, int N, int C, bool kTwoShot, bool kQuant>
+template <typename T, int N, int C, bool kEager, bool kTwoShot, bool kQuant>
 struct Tail {
-  static constexpr bool kEager = C > 1;
   static constexpr int kSources = N > 8 ? 4 : N;  // peers' vectors requested before the first is waited for
   using Token = Local<kEager>;
-  // Clusters ask for eight rows at once and keep few bytes, so that many tokens are resident; blocks ask for the next
-  // four while the last four are added up.
+  // kEager asks for eight rows at once and keeps few bytes, so that many tokens are resident; the other form asks for
+  // the next four while the last four are added up.
   using Pipe = RowPipe<T, N == 1 || kEager, kEager ? 8 : 4, kEager ? 1 : 2>;
 
   const Params& p;
@@ -290,11 +289,11 @@ struct Tail {
   }
 };
 
-template <typename T, int N, int C, bool kTwoShot, bool kQuant>
+template <typename T, int N, int C, bool kEager, bool kTwoShot, bool kQuant>
 __device__ __forceinline__ void run_tail(const Params& p) {
-  using Body = Tail<T, N, C, kTwoShot, kQuant>;
-  extern __shared__ uint4 staged[];  // single blocks: the pipe, then tokens [1 or 2][vecs_per_thread][threads]
-  __shared__ float scratch[2 * C * kMaxWarps];
+  using Body = Tail<T, N, C, kEager, kTwoShot, kQuant>;
+  extern __shared__ uint4 staged[];  // the pipe; unless kEager then tokens [1 or 2][vecs_per_thread][threads]
+  __shared__ float scratch[2 * TokenReduce<C>::kWarps];
   const uint32_t cta = C > 1 ? cluster_rank() : 0u;
   if constexpr (C > 1) cluster_arrive();  // no block may write into another's memory before that one has started
   TokenReduce<C> reduce{scratch, cta};
@@ -308,7 +307,7 @@ __device__ __forceinline__ void run_tail(const Params& p) {
   pipe.ask(routes, 0);
   float gain[8] = {};
   typename Body::Token ahead, mine;
-  if constexpr (Body::kEager) {
+  if constexpr (kEager) {
     if (first < p.vecs) tail.gains(first, gain);
   } else {
     mine.stage = staged + Body::Pipe::kVectors * threads + threadIdx.x;
@@ -336,25 +335,26 @@ __device__ __forceinline__ void run_tail(const Params& p) {
       if (!more) break;
       const typename Body::Token done = mine;
       mine = ahead;
-      if constexpr (!Body::kEager) ahead = done;
+      if constexpr (!kEager) ahead = done;
     }
     pending = token;
   }
   if constexpr (kQuant) tail.zero_tail_rows(first_token, step);
 }
 
-// Registers a thread: two blocks of 448 threads or four of 224, as H 7168 takes them, on a multiprocessor of 65,536. From four ranks on, the
-// vectors of several peers are in flight together.
+// Registers a thread: two blocks of 448 threads or four of 224, as H 7168 takes them, on a multiprocessor of 65,536. From
+// four ranks on, the vectors of several peers are in flight together. A block that holds a token alone has up to 896
+// threads, which leaves them 72: enough for one peer.
 constexpr int registers(int ranks, bool quant = false) { return (ranks < 4 ? 72 : 96) + (quant ? 16 : 0); }
 
 template <typename T, int N, int C, bool kQuant>
-__global__ void __maxnreg__(registers(N, kQuant)) cluster_tail(const __grid_constant__ Params p) {
-  run_tail<T, N, C, false, kQuant>(p);
+__global__ void __maxnreg__(C == 1 ? 72 : registers(N, kQuant)) cluster_tail(const __grid_constant__ Params p) {
+  run_tail<T, N, C, true, false, kQuant>(p);
 }
 
 template <typename T, int N, bool kTwoShot, bool kQuant>
 __global__ void __maxnreg__(registers(N)) block_tail(const __grid_constant__ Params p) {
-  run_tail<T, N, 1, kTwoShot, kQuant>(p);
+  run_tail<T, N, 1, false, kTwoShot, kQuant>(p);
 }
 
 }  // namespace moe_tail
