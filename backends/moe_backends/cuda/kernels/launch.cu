@@ -112,6 +112,7 @@ cudaError_t launch(Params params, const Config& config, cudaStream_t stream) {
   const int64_t limit = quant ? config.max_groups_quant : config.max_groups;
   const int64_t most = kRanks > 1 ? params.slot_tokens : params.call_tokens;
   params.vecs_per_thread = trips(config, params.vecs);
+  params.inverse_hidden = 1.0f / static_cast<float>(params.vecs * kVecElems);
   for (params.token_base = 0; params.token_base < params.call_tokens; params.token_base += most) {
     params.tokens = std::min(most, params.call_tokens - params.token_base);
     const int64_t groups = std::min(params.tokens, limit);

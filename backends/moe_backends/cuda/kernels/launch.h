@@ -25,7 +25,7 @@ cudaError_t load_kernels();
 cudaError_t resident_groups(const Config& config, int32_t vecs, bool quant, int* groups);
 
 // Launches the tail over `params.call_tokens` tokens, in as many launches as the token slots ask for.
-// `params.tokens`, `token_base` and `vecs_per_thread` are set here.
+// `params.tokens`, `token_base`, `vecs_per_thread` and `inverse_hidden` are set here.
 cudaError_t launch(Params params, const Config& config, cudaStream_t stream);
 
 }  // namespace moe_tail

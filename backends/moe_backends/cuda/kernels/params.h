@@ -60,6 +60,7 @@ struct Params {
   int32_t weights_fp32;
   int32_t gamma_fp32;
   float scale;
+  float inverse_hidden;  // 1 / H, set by launch
   float eps;
   float weight_bias;
   float quant_arg;  // fp8 static: the scale; NVFP4: the global scale

@@ -222,7 +222,7 @@ struct Tail {
     // Past the barrier every thread of the token has read its epoch and ended its waits.
     if (N > 1 && threadIdx.x == 0 && reduce.cta == 0) p.epochs[token] = mine.epoch + 1;
     if (last) release_stream();
-    const float root = 1.0f / sqrtf(squares / static_cast<float>(p.vecs * kVecElems) + p.eps);
+    const float root = inverse_root(squares * p.inverse_hidden + p.eps);
 #pragma unroll 1
     for (int v = 0; v < trips(); ++v) {
       const int at = vec(v);
