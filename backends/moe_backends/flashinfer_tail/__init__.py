@@ -5,7 +5,10 @@ from moe_contract import Backend
 from .consumer import DECLARATION, WHOLE_WARPS, FlashInferConsumer, FlashInferTail
 from .launcher import Engine, fill_for_solo, launch, open_engine
 
-backend = Backend(consumer=FlashInferConsumer())
+backend = Backend(consumer=FlashInferConsumer(WHOLE_WARPS))
+"""Installed as ``flashinfer-fused``: the hidden sizes at which the kernel keeps the contract."""
+as_shipped = Backend(consumer=FlashInferConsumer())
+"""``moe_backends.flashinfer_tail:as_shipped``: every hidden size that FlashInfer itself lets through."""
 
 __all__ = [
     "DECLARATION",
@@ -13,6 +16,7 @@ __all__ = [
     "Engine",
     "FlashInferConsumer",
     "FlashInferTail",
+    "as_shipped",
     "backend",
     "fill_for_solo",
     "launch",

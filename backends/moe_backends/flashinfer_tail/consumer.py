@@ -40,7 +40,8 @@ DECLARATION = ConsumerDeclaration(
 """What FlashInfer's own checks let through. Profile A; weights and norm weight in the activation dtype, which the
 kernel takes for granted. N * T * H is limited when a tail is opened (plan.COMM_LIMIT)."""
 WHOLE_WARPS = DECLARATION.model_copy(update={"hidden_size_multiple": plan.NORM_MULTIPLE})
-"""The same, with only the hidden sizes at which the norm is right by reading the kernel (docs/flashinfer-tail.md)."""
+"""The same, with only the hidden sizes at which the norm is right, by reading the kernel and by running it
+(docs/flashinfer-tail.md)."""
 ALIGNMENT = 16
 """Bytes of one vector access."""
 

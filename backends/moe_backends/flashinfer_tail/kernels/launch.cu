@@ -12,6 +12,9 @@ namespace {
 
 namespace theirs = flashinfer::trtllm_moe_allreduce_fusion;
 
+// A call of more than 128 tokens logs a warning at every launch, to the standard output of whoever calls.
+[[maybe_unused]] const bool quiet = (spdlog::set_level(spdlog::level::err), true);
+
 // class _Call in header.py. dtype: 0 bfloat16, 1 float16.
 struct Call {
   void* table;
