@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from moe_conformance.bench.grid import Grid
+from moe_conformance.bench.markdown import SECTIONS, replaced, to_markdown
 from moe_conformance.bench.model import BenchResult, Cache, Mode
 from moe_conformance.bench.table import print_result, row_line
 from moe_conformance.cli.errors import CommandError, unknown
@@ -42,21 +43,24 @@ class BenchOptions:
     json: str | None
     plot: str | None
     source: str | None
+    markdown: bool = False
+    document: str | None = None
 
 
 def bench_command(options: BenchOptions) -> int:
     """Times, prints, writes. 1 where a result was wrong, 3 where nothing was timed."""
-    json, plot = _file("--json", options.json), _file("--plot", options.plot)
+    json, plot, document = _file("--json", options.json), _file("--plot", options.plot), _document(options.document)
     if plot is not None:
         _require_matplotlib()
     result = _run(options, parse_grid(options)) if options.source is None else read_result(options.source)
-    console = make_console()
-    print_result(result, console)
+    if options.markdown:
+        print("\n\n".join(to_markdown(result).values()))
+    else:
+        print_result(result, make_console())
     if json is not None:
-        try:
-            write_whole(json, result.model_dump_json(indent=1).encode() + b"\n")
-        except ReportFolderError as error:
-            raise CommandError(str(error)) from error
+        _write(json, result.model_dump_json(indent=1) + "\n")
+    if document is not None:
+        _write(document, replaced(document.read_text(encoding="utf-8"), to_markdown(result)))
     if plot is not None:
         from moe_conformance.bench.plot import draw
 
@@ -64,6 +68,13 @@ def bench_command(options: BenchOptions) -> int:
     if not any(row.correct for row in result.rows):
         return 3
     return 0 if all(row.correct for row in result.rows) else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except ReportFolderError as error:
+        raise CommandError(str(error)) from error
 
 
 def _run(options: BenchOptions, grid: Grid) -> BenchResult:
@@ -166,6 +177,19 @@ def _file(option: str, text: str | None) -> Path | None:
     path = Path(text)
     if not text.strip() or path.is_dir() or not path.parent.is_dir():
         raise CommandError(f"{option}: expected a file in a folder that exists, got {text!r}")
+    return path
+
+
+def _document(text: str | None) -> Path | None:
+    """A file whose sections can be replaced, before an hour of timing is spent on it; raises CommandError."""
+    path = _file("--document", text)
+    if path is not None:
+        try:
+            replaced(path.read_text(encoding="utf-8"), dict.fromkeys(SECTIONS, ""))
+        except OSError as error:
+            raise CommandError(f"--document: cannot read {text}: {error.strerror}") from error
+        except ValueError as error:
+            raise CommandError(f"--document: {text}: {error}") from error
     return path
 
 
