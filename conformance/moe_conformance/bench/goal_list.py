@@ -43,11 +43,10 @@ def ratio_to(*rivals: str) -> Measure:
 
 def speedup_over(rival: str) -> Measure:
     """How many times faster the subject is."""
-    ratio = ratio_to(rival)
 
     def measure(timings: Timings, setting: Setting, tokens: int) -> float | None:
-        found = ratio(timings, setting, tokens)
-        return None if found is None else 1 / found
+        own, other = (timings.median(name, setting, tokens) for name in (SUBJECT, rival))
+        return None if own is None or other is None else other / own
 
     return measure
 
@@ -142,9 +141,7 @@ ELSEWHERE = (
 
 def all_findings(result: BenchResult) -> list[Finding]:
     """Every goal, whatever became of it."""
-    unknown = [
-        Finding(where, tokens, asked, reason, Status.UNKNOWN) for where, tokens, asked, reason in ELSEWHERE
-    ]
+    unknown = [Finding(where, tokens, asked, reason, Status.UNKNOWN) for where, tokens, asked, reason in ELSEWHERE]
     return [*check_goals(result, GOALS), _host(result), *unknown]
 
 
@@ -152,5 +149,5 @@ def _host(result: BenchResult) -> Finding:
     """The host's share of an eager call."""
     us = result.host_call_us.get(SUBJECT)
     status = Status.UNKNOWN if us is None else Status.MET if us <= HOST_CALL_US else Status.MISSED
-    return Finding("eager call, N=1", "1", f"us of the host: at most {HOST_CALL_US:.1f}", f"{us or 0:.1f}" if us else "",
-                   status)  # fmt: skip
+    seen = "" if us is None else f"{us:.1f}"
+    return Finding("eager call, N=1", "1", f"us of the host: at most {HOST_CALL_US:.1f}", seen, status)

@@ -51,7 +51,9 @@ class Timings:
         self._rows: dict[tuple[object, ...], BenchRow] = {}
         for row in result.rows:
             if row.median_us is not None and (row.top_k, row.dtype) == (TOP_K, DTYPE):
-                self._rows[row.consumer, *Setting(row.mode, row.cache, row.ranks, row.hidden_size).key(row.tokens)] = row
+                self._rows[row.consumer, *Setting(row.mode, row.cache, row.ranks, row.hidden_size).key(row.tokens)] = (
+                    row
+                )
 
     def tokens(self, setting: Setting) -> list[int]:
         """The token counts at which the subject was timed, ascending."""

@@ -35,20 +35,28 @@ def draw(result: BenchResult, path: Path) -> None:
     from matplotlib import pyplot
 
     panels = _panels(result)
-    lines, caches = list(dict.fromkeys(key for key, _ in panels)), [c for c in Cache if any(c == k for _, k in panels)]
-    shape = max(1, len(lines)), max(1, len(caches))
-    size = (PANEL_IN[0] * shape[1], PANEL_IN[1] * shape[0] + 0.8)
-    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained", sharex="row", sharey="row")
+    lines = list(dict.fromkeys(line for line, _ in panels)) or [()]
+    caches = [cache for cache in Cache if any(cache == drawn for _, drawn in panels)] or [Cache.COLD]
+    size = (PANEL_IN[0] * len(caches), PANEL_IN[1] * len(lines) + 0.8)
+    figure, axes = pyplot.subplots(
+        len(lines), len(caches), figsize=size, squeeze=False, layout="constrained", sharex="row", sharey="row"
+    )
     styles = _styles(list(dict.fromkeys(row.consumer for row in result.rows)))
-    for (line, cache), rows in panels.items():
-        _panel(axes[lines.index(line)][caches.index(cache)], rows, result.copy_tbps, styles)
-    for key, axis in ((k, a) for i, k in enumerate(lines) for a in [axes[i]]):
-        for number, cache in enumerate(caches):
-            axis[number].set_visible((key, cache) in panels)
+    for line, places in zip(lines, axes, strict=True):
+        for cache, axis in zip(caches, places, strict=True):
+            if (line, cache) in panels:
+                _panel(axis, panels[line, cache], result.copy_tbps, styles)
+            else:
+                axis.set_visible(False)
+        measured = [row.median_us for each in caches for row in panels.get((line, each), []) if row.median_us]
+        if measured:
+            places[0].set_ylim(
+                bottom=min(measured) / 2
+            )  # the limit of small calls lies far below, and would squash all
     _legend(figure, axes)
-    figure.suptitle(f"{result.environment.device}, torch {result.environment.torch}, driver {result.driver}", fontsize=TEXT)
-    metadata = {"Date": None, "Description": digest(result)}
-    figure.savefig(path, format="svg", metadata=metadata)
+    versions = f"{result.environment.device}, torch {result.environment.torch}, driver {result.driver}"
+    figure.suptitle(versions, fontsize=TEXT)
+    figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest(result)})
     pyplot.close(figure)
 
 
@@ -77,8 +85,6 @@ def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _panel(axis: Any, rows: list[BenchRow], copy_tbps: float, styles: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     first = rows[0]
     tokens = sorted({row.tokens for row in rows})
     limit = [first.model_copy(update={"tokens": count}).effective_bytes / copy_tbps / 1e6 for count in tokens]
@@ -88,14 +94,21 @@ def _panel(axis: Any, rows: list[BenchRow], copy_tbps: float, styles: dict[str, 
     for name in (name for name in styles if any(row.consumer == name for row in rows)):
         own = sorted((row.tokens, row.median_us) for row in rows if row.consumer == name and row.median_us is not None)
         axis.plot([t for t, _ in own], [us for _, us in own], label=name, **styles[name])
-    axis.set_title(f"{first.mode}, {first.cache}: N={first.ranks} H={first.hidden_size} K={first.top_k} {first.dtype}", fontsize=TEXT + 1)  # noqa: E501
+    title = f"{first.mode}, {first.cache}: N={first.ranks} H={first.hidden_size} K={first.top_k} {first.dtype}"
+    axis.set_title(title, fontsize=TEXT + 1)
+    _scales(axis, tokens)
+
+
+def _scales(axis: Any, tokens: list[int]) -> None:
+    """Ticks at what was measured, and numbers instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     axis.set_xlabel("tokens T", fontsize=TEXT)
     axis.set_ylabel("us a call, median", fontsize=TEXT)
-    axis.set_xticks(tokens, [str(count) for count in tokens], fontsize=TEXT, rotation=45 if len(tokens) > 8 else 0)
+    axis.set_xticks(tokens, [str(count) for count in tokens], rotation=45 if len(tokens) > 8 else 0)
     axis.minorticks_off()
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.tick_params(labelsize=TEXT, labelleft=True)
     axis.grid(True, which="major", linewidth=0.3)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from moe_conformance.bench.grid import Grid
@@ -138,17 +137,14 @@ def parse_grid(options: BenchOptions) -> Grid:
 
 def read_result(source: str) -> BenchResult:
     """The result of an earlier run; raises CommandError for what is none."""
+    from moe_conformance.schemas import read_file
+
     try:
-        return BenchResult.model_validate_json(Path(source).read_text(encoding="utf-8"))
+        return read_file(BenchResult, Path(source), "bench --json")
     except OSError as error:
         raise CommandError(f"--from: cannot read {source}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise CommandError(
-            f"--from: {source} is no result of moe-conformance bench: {place}: {first['msg']}; "
-            "expected a file that bench --json wrote"
-        ) from error
+    except ValueError as error:
+        raise CommandError(f"--from: {error}") from error
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
