@@ -4,7 +4,7 @@ from moe_contract import Backend
 
 from .configs import Form
 from .consumer import DECLARATION, CudaConsumer, CudaTail
-from .launcher import PDL, SOLO, Engine, launch, open_engine, prefill
+from .launcher import PDL, SOLO, Engine, Operands, launch, open_engine, prefill
 
 backend = Backend(consumer=CudaConsumer())
 pdl = Backend(consumer=CudaConsumer(DECLARATION.model_copy(update={"name": "cuda-pdl"}), pdl=True))
@@ -18,6 +18,7 @@ __all__ = [
     "CudaTail",
     "Engine",
     "Form",
+    "Operands",
     "backend",
     "launch",
     "open_engine",

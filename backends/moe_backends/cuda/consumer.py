@@ -17,7 +17,6 @@ from moe_contract import (
     RoundingProfile,
     TailCapacity,
     TailOutput,
-    UnfinalizedMoEOutput,
     UnsupportedError,
 )
 from moe_contract.limits import capacity_beyond
@@ -25,7 +24,8 @@ from moe_contract.limits import capacity_beyond
 from . import ops
 from .build import WORLD_SIZES
 from .configs import MAX_HIDDEN_SIZE, VECTOR, Form
-from .launcher import PDL, SOLO, Engine, launch, open_engine, prefill
+from .eager import ALIGNMENT, Memory, launch_known
+from .launcher import PDL, SOLO, Engine, Operands, launch, open_engine, prefill
 from .quant import Quant, empty_quantised, quant_code
 
 DECLARATION = ConsumerDeclaration(
@@ -44,10 +44,6 @@ DECLARATION = ConsumerDeclaration(
     requires="an NVIDIA GPU of compute capability 9.0 or 10.0, nvcc and apache-tvm-ffi",
 )
 """Profile C: float32 throughout, one rounding to publish and one for the residual; the scale multiplies the sum."""
-ALIGNMENT = 16
-"""Bytes of one vector access."""
-MOST_SIGNATURES = 4096
-"""Call signatures a tail remembers as checked: sizes of a server's batches; what comes after is checked each time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class CudaTail:
         self.engine: Engine | None = engine
         self._flags = flags
         self._number = ops.register(self)
-        self._checked: set[tuple[object, ...]] = set()
+        self._memory = Memory()
 
     def __call__(
         self,
@@ -151,18 +147,21 @@ class CudaTail:
         """
         if torch.compiler.is_compiling():
             return self._traced(output, residual, norm_weight, eps, weight_bias, quant)
-        known = _signature(output, residual, norm_weight, quant)
-        if known is None or known not in self._checked:
+        known = self._memory.find(output, residual, norm_weight, quant)
+        if known is not None:
+            engine = self._opened()
+            engine.workspace.raise_if_lost()
+            results = launch_known(engine, known, output, residual, norm_weight, eps, weight_bias, self._flags)
+            if results is not None:
+                return TailOutput(*results)
+        else:
             output = self._require(output, residual, norm_weight, weight_bias, quant)
-            if known is not None and len(self._checked) < MOST_SIGNATURES:
-                self._checked.add(known)
+            self._memory.keep(output, residual, norm_weight, quant)
         routed, weights, index = _parts(output)
-        code, argument = quant_code(quant)
-        results = self.run(
+        return TailOutput(*self.run(
             routed, weights, index, output.shared_output, residual, norm_weight,
-            output.routed_scaling_factor, eps, weight_bias, code, argument,
-        )  # fmt: skip
-        return TailOutput(*results)
+            output.routed_scaling_factor, eps, weight_bias, *quant_code(quant),
+        ))  # fmt: skip
 
     def _require(
         self, output: object, residual: Tensor, norm_weight: Tensor, weight_bias: float, quant: QuantRecipe | None
@@ -206,20 +205,22 @@ class CudaTail:
         quant: int,
         quant_arg: float,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Allocates the outputs and launches; arguments as launcher.launch. For __call__ and the operator."""
+        """Allocates the outputs and launches; arguments as launcher has them. For __call__ and the operator."""
         engine = self._opened()
         engine.workspace.raise_if_lost()
-        residual_out, norm_out = torch.empty_like(residual), torch.empty_like(residual)
+        residual_out, norm_out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
         codes, scales = empty_quantised(residual, quant) if quant else (None, None)
         if residual.shape[0] == 0:
             if quant == Quant.FP8_STATIC and scales is not None:
                 scales.fill_(quant_arg)
             return residual_out, norm_out, codes, scales
-        launch(
-            engine, _dense(routed), weights, index, None if shared is None else _dense(shared), _dense(residual),
+        operands = Operands(
+            _dense(routed), weights, index, None if shared is None else _dense(shared), _dense(residual),
             _dense(norm_weight), residual_out, norm_out, codes, scales,
-            scale=scale, eps=eps, weight_bias=weight_bias, quant=quant, quant_arg=quant_arg,
-            stream=torch._C._cuda_getCurrentRawStream(residual.device.index), flags=self._flags,
+        )  # fmt: skip
+        launch(
+            engine, operands, scale=scale, eps=eps, weight_bias=weight_bias, quant=quant, quant_arg=quant_arg,
+            stream=torch._C._cuda_getCurrentRawStream(residual.get_device()), flags=self._flags,
         )  # fmt: skip
         return residual_out, norm_out, codes, scales
 
@@ -244,28 +245,6 @@ class CudaTail:
         if self.engine is None:
             raise RuntimeError("cuda: this tail is closed; open a new one")
         return self.engine
-
-
-def _signature(
-    output: MoEOutput, residual: Tensor, norm_weight: Tensor, quant: QuantRecipe | None
-) -> tuple[object, ...] | None:
-    """Everything that the checks of a call look at, so that a call like an earlier one is not checked again: they cost
-    more than the launch. None for what is always checked: foreign objects, finalized tensors, odd layouts."""
-    if type(output) is not MoEOutput or type(routed := output.routed) is not UnfinalizedMoEOutput:
-        return None
-    rows, weights, index = routed.gemm2_permuted, routed.expert_weights, routed.expanded_idx_to_permuted_idx
-    given = [rows, weights, index]
-    if output.shared_output is not None:
-        given.append(output.shared_output)
-    facts: list[object] = [output.routed_scaling_factor, quant, routed.route_major]
-    for tensor in given:
-        if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.is_contiguous():
-            return None
-        facts += (tensor.shape, tensor.dtype, tensor.device)
-    if rows.data_ptr() % ALIGNMENT or not isinstance(residual, Tensor) or not isinstance(norm_weight, Tensor):
-        return None
-    return (*facts, residual.shape, residual.dtype, residual.device, norm_weight.shape, norm_weight.dtype,
-            norm_weight.device)  # fmt: skip
 
 
 def _parts(output: MoEOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:

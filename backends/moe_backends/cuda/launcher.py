@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,46 +51,36 @@ def open_engine(
     ranks_per_gpu: int | None = None,
     test_hooks: bool = False,
 ) -> Engine:
-    """Builds, loads, allocates and arms everything that calls need. Collective.
-
-    Args:
-        group: the ranks.
-        capacity: the largest call.
-        timeout_s: longest wait for a peer inside the kernel.
-        forms: in place of the measured table.
-        concurrent_tails: how many tails run at the same time on one GPU, each on its own stream.
-        ranks_per_gpu: how many ranks a GPU has to hold together; None finds out. For SOLO timing of virtual ranks: 1.
-        test_hooks: the build with stalls.
+    """Builds, loads, allocates and arms everything that calls need. Collective. Options as CudaConsumer has them; for
+    SOLO timing of virtual ranks ``ranks_per_gpu`` is 1.
 
     Raises:
         UnsupportedError: this machine cannot build or run the kernels, or the ranks on one GPU do not fit together.
     """
     library = load(capacity.dtype, group.size, group.device, test_hooks=test_hooks)
-    chosen = forms or configs.table()[group.size]
-    vecs = capacity.hidden_size // configs.VECTOR
     with torch.cuda.device(group.device):
         sharing = (ranks_per_gpu or ranks_on_my_gpu(group)) * concurrent_tails
-        usable = list(configs.usable(chosen, group.size, capacity))
-        limits = agreed(group, [_limits(library, form, capacity.hidden_size, sharing) for form in usable])
-        shapes = [
-            Config(form, form.threads(capacity.hidden_size), *pair) for form, pair in zip(usable, limits, strict=True)
-        ]
+        shapes = _shapes(library, group, capacity, forms or configs.table()[group.size], sharing)
         workspace = allocate(group, capacity)
         device = torch.cuda.current_device()
+    vecs, timeout_ns = capacity.hidden_size // configs.VECTOR, int(timeout_s * 1e9)
+    numbers = [number for shape in shapes for number in shape.numbers()]
     handle = library.create(
-        device,
-        group.rank,
-        vecs,
-        capacity.top_k,
-        workspace.tokens,
-        int(timeout_s * 1e9),
-        workspace.memory(),
-        [slots.data_ptr() for slots in workspace.slots],
-        [number for shape in shapes for number in shape.numbers()],
-    )
+        device, group.rank, vecs, capacity.top_k, workspace.tokens, timeout_ns, workspace.memory(),
+        [slots.data_ptr() for slots in workspace.slots], numbers,
+    )  # fmt: skip
     if group.size > 1:
         group.barrier()  # no rank launches before every rank has loaded its kernels and armed its slots
-    return Engine(library, workspace, capacity, tuple(shapes), int(handle))
+    return Engine(library, workspace, capacity, shapes, int(handle))
+
+
+def _shapes(
+    library: Library, group: RankGroup, capacity: TailCapacity, forms: tuple[Form, ...], sharing: int
+) -> tuple[Config, ...]:
+    """The forms that calls can meet, with the limits that all ranks agree on. Collective."""
+    usable, hidden = list(configs.usable(forms, group.size, capacity)), capacity.hidden_size
+    limits = agreed(group, [_limits(library, form, hidden, sharing) for form in usable])
+    return tuple(Config(form, form.threads(hidden), *pair) for form, pair in zip(usable, limits, strict=True))
 
 
 def _limits(library: Library, form: Form, hidden_size: int, sharing: int) -> tuple[int, int]:
@@ -112,18 +103,32 @@ def agreed(group: RankGroup, limits: list[tuple[int, int]]) -> list[tuple[int, i
     return [(pair[0], pair[1]) for pair in smallest]
 
 
+class Operands(NamedTuple):
+    """The tensors of a launch, in the order in which the binding takes their addresses."""
+
+    routed: Tensor
+    """Rows ``[P, H]`` with ``weights`` and ``row_map`` given, else the finalized ``[T, H]``."""
+    weights: Tensor | None
+    """``[T, K]`` in the activation dtype or float32."""
+    row_map: Tensor | None
+    """``[T, K]`` int32, -1 for an absent slot."""
+    shared: Tensor | None
+    """``[T, H]``."""
+    residual: Tensor
+    """``[T, H]``; gives T. May be ``residual_out`` itself."""
+    norm_weight: Tensor
+    """``[H]`` in the activation dtype or float32."""
+    residual_out: Tensor | None
+    """``[T, H]``; None skips the store, as for the outputs that follow."""
+    norm_out: Tensor | None
+    quant_out: Tensor | None
+    """As quant.empty_quantised makes it, and ``quant_scale``."""
+    quant_scale: Tensor | None
+
+
 def launch(
     engine: Engine,
-    routed: Tensor,
-    weights: Tensor | None,
-    index: Tensor | None,
-    shared: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    residual_out: Tensor | None,
-    norm_out: Tensor | None,
-    quant_out: Tensor | None,
-    quant_scale: Tensor | None,
+    operands: Operands,
     *,
     scale: float,
     eps: float,
@@ -138,14 +143,7 @@ def launch(
 
     Args:
         engine: from open_engine, or ``CudaTail.engine``.
-        routed: rows ``[P, H]`` with ``weights`` and ``index`` given, else the finalized ``[T, H]``.
-        weights: ``[T, K]`` in the activation dtype or float32.
-        index: ``[T, K]`` int32, -1 for an absent slot.
-        shared: ``[T, H]`` or None.
-        residual: ``[T, H]``; gives T. May be ``residual_out`` itself.
-        norm_weight: ``[H]`` in the activation dtype or float32.
-        residual_out, norm_out: ``[T, H]``; None skips the store.
-        quant_out, quant_scale: as quant.empty_quantised makes them.
+        operands: what is read and written.
         scale: routed scaling factor.
         eps, weight_bias: of the norm.
         quant, quant_arg: from quant.quant_code.
@@ -156,30 +154,13 @@ def launch(
     Raises:
         RuntimeError: CUDA refused the launch.
     """
+    weights = operands.weights
     engine.library.run(
-        engine.handle,
-        config,
-        residual.shape[0],
-        routed.data_ptr(),
-        0 if weights is None else weights.data_ptr(),
-        0 if index is None else index.data_ptr(),
-        0 if shared is None else shared.data_ptr(),
-        residual.data_ptr(),
-        norm_weight.data_ptr(),
-        0 if residual_out is None else residual_out.data_ptr(),
-        0 if norm_out is None else norm_out.data_ptr(),
-        0 if quant_out is None else quant_out.data_ptr(),
-        0 if quant_scale is None else quant_scale.data_ptr(),
-        quant,
-        flags,
-        weights is not None and weights.dtype == torch.float32,
-        norm_weight.dtype == torch.float32,
-        scale,
-        eps,
-        weight_bias,
-        quant_arg,
-        stream,
-    )
+        engine.handle, config, operands.residual.shape[0],
+        *(0 if tensor is None else tensor.data_ptr() for tensor in operands),
+        quant, flags, weights is not None and weights.dtype == torch.float32,
+        operands.norm_weight.dtype == torch.float32, scale, eps, weight_bias, quant_arg, stream,
+    )  # fmt: skip
 
 
 def prefill(engine: Engine, published: list[Tensor]) -> None:

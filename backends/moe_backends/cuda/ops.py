@@ -57,7 +57,8 @@ def _fake(
     quant_arg: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes, scales = empty_quantised(residual, quant) if quant else (None, None)
-    return torch.empty_like(residual), torch.empty_like(residual), _present(codes, residual), _present(scales, residual)
+    residual_out, norm_out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    return residual_out, norm_out, _present(codes, residual), _present(scales, residual)
 
 
 _library.impl("tail", _run, "CUDA")

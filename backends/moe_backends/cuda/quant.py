@@ -37,7 +37,7 @@ def empty_quantised(residual: Tensor, quant: int) -> tuple[Tensor, Tensor]:
     """Unwritten ``(quant_out, quant_scale)`` for a call whose residual is ``[T, H]``; ``quant`` as in quant_code."""
     tokens, hidden = residual.shape
     if quant in (Quant.FP8_STATIC, Quant.FP8_TOKEN):
-        codes = residual.new_empty((tokens, hidden), dtype=torch.float8_e4m3fn)
+        codes = torch.empty_like(residual, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
         shape: tuple[int, ...] = (1,) if quant == Quant.FP8_STATIC else (tokens, 1)
         return codes, residual.new_empty(shape, dtype=torch.float32)
     codes = residual.new_empty((tokens, hidden // 2), dtype=torch.uint8)

@@ -33,7 +33,7 @@ class Cache(StrEnum):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Point(_Record):
@@ -121,9 +121,7 @@ def with_ratios(rows: list[BenchRow]) -> tuple[BenchRow, ...]:
             medians.setdefault(_point(row), {})[row.consumer] = row.median_us
     found = []
     for row in rows:
-        others = [
-            value for name, value in medians.get(_point(row), {}).items() if _family(name) != _family(row.consumer)
-        ]
+        others = [value for name, value in medians.get(_point(row), {}).items() if family(name) != family(row.consumer)]
         ratio = round(row.median_us / min(others), 3) if row.median_us is not None and others else None
         found.append(row.model_copy(update={"ratio_to_best": ratio}))
     return tuple(found)
@@ -133,6 +131,6 @@ def _point(row: BenchRow) -> tuple[object, ...]:
     return tuple(getattr(row, name) for name in Point.model_fields)
 
 
-def _family(consumer: str) -> str:
+def family(consumer: str) -> str:
     """``cuda`` and ``cuda-pdl`` are one kernel launched in two ways, not competitors."""
     return consumer.removesuffix("-pdl")

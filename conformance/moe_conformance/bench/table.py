@@ -12,21 +12,16 @@ COLUMNS = ("consumer", "T", "median us", "p10", "p90", "TB/s", "of copy", "to be
 
 def print_result(result: BenchResult, console: Console) -> None:
     """One table for each setting, tokens down; then what was not timed, and why."""
-    environment = result.environment
-    console.print(
-        f"{environment.device}, driver {result.driver}, CUDA {environment.cuda}, torch {environment.torch}; "
-        f"copy {result.copy_tbps:.2f} TB/s; empty graph node {result.empty_node_us:.2f} us",
-        highlight=False,
-    )
+    console.print(machine(result), highlight=False)
     settings: dict[str, list[BenchRow]] = {}
     for row in result.rows:
-        settings.setdefault(_setting(row), []).append(row)
+        settings.setdefault(setting(row), []).append(row)
     for title, rows in settings.items():
         console.print(_table(title, rows))
-    costs = ", ".join(f"{name} {us:.1f} us" for name, us in result.host_call_us.items())
+    costs = host_costs(result)
     if costs:
         console.print(f"host time of one eager call, T=1: {costs}", highlight=False)
-    for line in _reasons(result.skipped):
+    for line in reasons(result.skipped):
         console.print(line, highlight=False)
     if not result.complete:
         console.print("PARTIAL: the run was stopped before its last point", style="bold red")
@@ -40,7 +35,22 @@ def row_line(found: BenchRow | Skipped) -> str:
     return f"{found.consumer:<18} {found.label}: {told}"
 
 
-def _setting(row: BenchRow) -> str:
+def machine(result: BenchResult) -> str:
+    """Device, versions and limits, in one line."""
+    environment = result.environment
+    return (
+        f"{environment.device}, driver {result.driver}, CUDA {environment.cuda}, torch {environment.torch}; "
+        f"copy {result.copy_tbps:.2f} TB/s; empty graph node {result.empty_node_us:.2f} us"
+    )
+
+
+def host_costs(result: BenchResult) -> str:
+    """What an eager call costs the host, by consumer; empty where nothing was measured."""
+    return ", ".join(f"{name} {us:.1f} us" for name, us in result.host_call_us.items())
+
+
+def setting(row: BenchRow) -> str:
+    """Everything of a point but its tokens."""
     return f"{row.mode}, {row.cache}: N={row.ranks} H={row.hidden_size} K={row.top_k} {row.dtype}"
 
 
@@ -61,7 +71,7 @@ def _cells(row: BenchRow) -> list[str]:
     return [f"{row.median_us:.2f}", f"{row.p10_us:.2f}", f"{row.p90_us:.2f}", f"{row.effective_tbps:.2f}", share, ratio]
 
 
-def _reasons(skipped: tuple[Skipped, ...]) -> list[str]:
+def reasons(skipped: tuple[Skipped, ...]) -> list[str]:
     """Each reason once, with how many points it kept a consumer from."""
     counts: dict[tuple[str, str], int] = {}
     for entry in skipped:

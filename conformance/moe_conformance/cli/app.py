@@ -136,6 +136,12 @@ def bench(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the rows there")] = None,
     plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="draw time against tokens (SVG)")] = None,
     source: Annotated[str | None, typer.Option("--from", metavar="FILE", help="show an earlier --json instead")] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="print Markdown: tables, and what became of each goal of cuda")
+    ] = False,
+    document: Annotated[
+        str | None, typer.Option("--document", metavar="FILE", help="put that Markdown between the markers there")
+    ] = None,
 ) -> None:
     """Time consumers side by side on one GPU; every timed result is checked in the same run.
 
@@ -146,7 +152,7 @@ def bench(
     from moe_conformance.cli.bench import BenchOptions, bench_command
 
     options = BenchOptions(
-        tuple(consumer or ()), tokens, hidden, top_k, tp, dtype, mode, cache, json, plot, source
+        tuple(consumer or ()), tokens, hidden, top_k, tp, dtype, mode, cache, json, plot, source, markdown, document
     )  # fmt: skip
     raise typer.Exit(bench_command(options))
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from moe_conformance.bench.grid import Grid
+from moe_conformance.bench.markdown import SECTIONS, replaced, to_markdown
 from moe_conformance.bench.model import BenchResult, Cache, Mode
 from moe_conformance.bench.table import print_result, row_line
 from moe_conformance.cli.errors import CommandError, unknown
@@ -42,17 +42,23 @@ class BenchOptions:
     json: str | None
     plot: str | None
     source: str | None
+    markdown: bool = False
+    document: str | None = None
 
 
 def bench_command(options: BenchOptions) -> int:
     """Times, prints, writes. 1 where a result was wrong, 3 where nothing was timed."""
-    json, plot = _file("--json", options.json), _file("--plot", options.plot)
+    json, plot, document = _file("--json", options.json), _file("--plot", options.plot), _document(options.document)
     if plot is not None:
         _require_matplotlib()
     result = _run(options, parse_grid(options), json) if options.source is None else read_result(options.source)
-    console = make_console()
-    print_result(result, console)
+    if options.markdown:
+        print("\n\n".join(to_markdown(result).values()))
+    else:
+        print_result(result, make_console())
     _save(json, result)
+    if document is not None:
+        _write(document, replaced(document.read_text(encoding="utf-8"), to_markdown(result)))
     if plot is not None:
         from moe_conformance.bench.plot import draw
 
@@ -63,10 +69,13 @@ def bench_command(options: BenchOptions) -> int:
 
 
 def _save(path: Path | None, result: BenchResult) -> None:
-    if path is None:
-        return
+    if path is not None:
+        _write(path, result.model_dump_json(indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        write_whole(path, result.model_dump_json(indent=1).encode() + b"\n")
+        write_whole(path, text.encode())
     except ReportFolderError as error:
         raise CommandError(str(error)) from error
 
@@ -138,17 +147,14 @@ def parse_grid(options: BenchOptions) -> Grid:
 
 def read_result(source: str) -> BenchResult:
     """The result of an earlier run; raises CommandError for what is none."""
+    from moe_conformance.schemas import read_file
+
     try:
-        return BenchResult.model_validate_json(Path(source).read_text(encoding="utf-8"))
+        return read_file(BenchResult, Path(source), "bench --json")
     except OSError as error:
         raise CommandError(f"--from: cannot read {source}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise CommandError(
-            f"--from: {source} is no result of moe-conformance bench: {place}: {first['msg']}; "
-            "expected a file that bench --json wrote"
-        ) from error
+    except ValueError as error:
+        raise CommandError(f"--from: {error}") from error
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -177,6 +183,19 @@ def _file(option: str, text: str | None) -> Path | None:
     path = Path(text)
     if not text.strip() or path.is_dir() or not path.parent.is_dir():
         raise CommandError(f"{option}: expected a file in a folder that exists, got {text!r}")
+    return path
+
+
+def _document(text: str | None) -> Path | None:
+    """A file whose sections can be replaced, before an hour of timing is spent on it; raises CommandError."""
+    path = _file("--document", text)
+    if path is not None:
+        try:
+            replaced(path.read_text(encoding="utf-8"), dict.fromkeys(SECTIONS, ""))
+        except OSError as error:
+            raise CommandError(f"--document: cannot read {text}: {error.strerror}") from error
+        except ValueError as error:
+            raise CommandError(f"--document: {text}: {error}") from error
     return path
 
 
