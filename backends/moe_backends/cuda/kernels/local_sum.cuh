@@ -6,17 +6,17 @@
 
 namespace moe_tail {
 
-// The present slots of one token in slot order, one per lane: lanes from `count` on hold none.
+// The present slots of one token in slot order, one per lane: lanes from count() on hold none.
 struct Routes {
   int32_t row;  // negative: none
   float weight;
-  int32_t count;  // the same in every lane
+  // The same in every lane. Counted again each time: registers are dearer than two instructions.
+  __device__ __forceinline__ int count() const { return __popc(__ballot_sync(~0u, row >= 0)); }
 };
 
 // Closes the gaps that absent slots left, so that no later step meets one. An expert-parallel rank has many.
 __device__ __forceinline__ Routes without_gaps(Routes r) {
   const unsigned present = __ballot_sync(~0u, r.row >= 0);
-  r.count = __popc(present);
   if (present & (present + 1)) {  // not all in the first lanes
     const unsigned source = __fns(present, 0, static_cast<int>(threadIdx.x & 31) + 1);  // beyond the last: ~0
     const int32_t row = __shfl_sync(~0u, r.row, source & 31);
@@ -29,10 +29,10 @@ __device__ __forceinline__ Routes without_gaps(Routes r) {
 // A single coalesced load each for the indices and the weights.
 template <typename T>
 __device__ __forceinline__ Routes load_routes(const Params& p, int64_t token) {  // of this launch
-  Routes r{-1, 0.0f, 0};
+  Routes r{-1, 0.0f};
   if (token >= p.tokens) return r;
   const int lane = threadIdx.x & 31;
-  if (p.map == nullptr) return {lane == 0 ? static_cast<int32_t>(p.token_base + token) : -1, 1.0f, 1};
+  if (p.map == nullptr) return {lane == 0 ? static_cast<int32_t>(p.token_base + token) : -1, 1.0f};
   if (lane < p.top_k) {
     const int64_t at = (p.token_base + token) * p.top_k + lane;
     r.row = p.map[at];
@@ -67,16 +67,20 @@ __device__ __forceinline__ void add_rows(const uint4* row, int stride, float wei
   }
 }
 
-// The same for a count below 2 * kMost that only the run knows.
-template <typename T, bool kWide, int kMost>
+// The same for a count below 2 * kMost that only the run knows, at most kTogether at once.
+template <typename T, bool kWide, int kMost, int kTogether>
 __device__ __forceinline__ void add_some(const uint4* row, int stride, int count, float weight, int lane,
                                          float (&acc)[8]) {
   if (count & kMost) {
-    add_rows<T, kWide, kMost>(row, stride, weight, lane, acc);
-    row += kMost * stride;
-    lane += kMost;
+    constexpr int kBatch = kMost < kTogether ? kMost : kTogether;
+#pragma unroll 1
+    for (int done = 0; done < kMost; done += kBatch) {
+      add_rows<T, kWide, kBatch>(row, stride, weight, lane, acc);
+      row += kBatch * stride;
+      lane += kBatch;
+    }
   }
-  if constexpr (kMost > 1) add_some<T, kWide, kMost / 2>(row, stride, count, weight, lane, acc);
+  if constexpr (kMost > 1) add_some<T, kWide, kMost / 2, kTogether>(row, stride, count, weight, lane, acc);
 }
 
 // Scale, shared output, the one rounding to publish.
@@ -96,7 +100,8 @@ __device__ __forceinline__ uint4 publish(const Params& p, float (&acc)[8], uint4
 // The rows of a token on their way through shared memory, kRows at a step. With two stages the next step's rows travel
 // while this one's are added up, across the boundary of tokens too, so that memory is busy while a token is reduced,
 // normed and stored. A thread reads only what it asked for itself, so no barrier is needed.
-template <typename T, bool kResidual, int kRows, int kStages>
+// kTogether rows are read from shared memory at once.
+template <typename T, bool kResidual, int kRows, int kStages, int kTogether>
 struct RowPipe {
   static constexpr int kSlots = kRows + 1 + (kResidual ? 1 : 0);  // rows, shared output, residual
   static constexpr int kVectors = kStages * kSlots;               // of shared memory, a thread
@@ -134,7 +139,7 @@ struct RowPipe {
     }
     commit_copies();
     k += kRows;
-    if (k < routes.count) return;
+    if (k < routes.count()) return;
     k = 0;
     if (++v < p.vecs_per_thread) return;
     v = 0;
@@ -148,6 +153,7 @@ struct RowPipe {
     float acc[8];
     start(p, acc);
     uint4 shared = make_uint4(0, 0, 0, 0);
+    const int present = routes.count();
     int first = 0;
     do {  // a token without a row takes one step, for its shared output
       if constexpr (kStages > 1) ask_next(current, routes, next, stage ^ 1);
@@ -157,11 +163,11 @@ struct RowPipe {
         if constexpr (kResidual) residual = *at(stage, kRows + 1);
       }
       // Past the row's end: part of what is never stored.
-      const int count = min(kRows, routes.count - first);
+      const int count = min(kRows, present - first);
       if (p.weights_fp32) {
-        add_some<T, true, kRows>(at(stage, 0), blockDim.x, count, routes.weight, first, acc);
+        add_some<T, true, kRows, kTogether>(at(stage, 0), blockDim.x, count, routes.weight, first, acc);
       } else {
-        add_some<T, false, kRows>(at(stage, 0), blockDim.x, count, routes.weight, first, acc);
+        add_some<T, false, kRows, kTogether>(at(stage, 0), blockDim.x, count, routes.weight, first, acc);
       }
       if constexpr (kStages == 1) {
         ask_next(current, routes, next, 0);
@@ -169,13 +175,13 @@ struct RowPipe {
         stage ^= 1;
       }
       first += kRows;
-    } while (first < routes.count);
+    } while (first < present);
     return publish<T>(p, acc, shared);
   }
 
   __device__ __forceinline__ void ask_next(int64_t current, const Routes& routes, const Routes& next, int in_stage) {
     const bool same = token == current;
-    ask(Routes{same ? routes.row : next.row, 0.0f, same ? routes.count : next.count}, in_stage);
+    ask(Routes{same ? routes.row : next.row, 0.0f}, in_stage);
   }
 };
 

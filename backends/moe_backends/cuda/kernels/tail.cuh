@@ -39,7 +39,13 @@ struct Tail {
   using Token = Local<kEager>;
   // kEager asks for eight rows at once and keeps few bytes, so that many tokens are resident; the other form asks for
   // the next four while the last four are added up.
-  using Pipe = RowPipe<T, N == 1 || kEager, kEager ? 8 : 4, kEager ? 1 : 2>;
+  // Eight vectors together fit in the registers of up to two ranks; for 10.0 the compiler spills them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kTogether = 4;
+#else
+  static constexpr int kTogether = N <= 2 ? 8 : 4;
+#endif
+  using Pipe = RowPipe<T, N == 1 || kEager, kEager ? 8 : 4, kEager ? 1 : 2, kTogether>;
 
   const Params& p;
   TokenReduce<C>& reduce;
