@@ -58,31 +58,41 @@ def random_call(
 ) -> Call:
     """Normal data on the GPU; rows that no slot names and weights of absent slots hold NaN."""
     made = torch.Generator(GPU).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=made, device=GPU).to(dtype)
-
     outputs = []
     for _ in range(ranks):
-        joined = normal(tokens, hidden) if shared else None
+        joined = _normal((tokens, hidden), dtype, made) if shared else None
+        routed: Tensor | UnfinalizedMoEOutput
         if finalized:
-            outputs.append(MoEOutput(normal(tokens, hidden), joined, scale))
-            continue
-        rows = normal(tokens * top_k + (0 if route_major else 3), hidden)
-        order = torch.randperm(rows.shape[0], generator=made, device=GPU)
-        if route_major:
-            order = torch.arange(rows.shape[0], device=GPU)
-        index = order[: tokens * top_k].view(tokens, top_k).to(torch.int32)
-        gone = torch.rand(tokens, top_k, generator=made, device=GPU) < absent
-        index = torch.where(gone, -1, index).to(torch.int32)
-        named = torch.zeros(rows.shape[0], dtype=torch.bool, device=GPU)
-        named[index[index >= 0].long()] = True
-        rows[~named] = float("nan")
-        weights = torch.rand(tokens, top_k, generator=made, device=GPU).to(weights_dtype or dtype)
-        weights[gone] = float("nan")
-        outputs.append(MoEOutput(UnfinalizedMoEOutput(rows, weights, index, route_major), joined, scale))
+            routed = _normal((tokens, hidden), dtype, made)
+        else:
+            weights = torch.rand(tokens, top_k, generator=made, device=GPU).to(weights_dtype or dtype)
+            routed = _random_triple(weights, hidden, dtype, absent, route_major, made)
+        outputs.append(MoEOutput(routed, joined, scale))
     gamma = (1 + 0.25 * torch.randn(hidden, generator=made, device=GPU)).to(norm_dtype or dtype)
-    return Call(outputs, normal(tokens, hidden), gamma, weight_bias=weight_bias, quant=quant)
+    return Call(outputs, _normal((tokens, hidden), dtype, made), gamma, weight_bias=weight_bias, quant=quant)
+
+
+def _normal(shape: tuple[int, int], dtype: torch.dtype, made: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=made, device=GPU).to(dtype)
+
+
+def _random_triple(
+    weights: Tensor, hidden: int, dtype: torch.dtype, absent: float, route_major: bool, made: torch.Generator
+) -> UnfinalizedMoEOutput:
+    """Rows for these weights ``[T, K]``, which get NaN where a slot is absent. A map that is free leaves three
+    rows unnamed."""
+    routes = weights.numel()
+    rows = _normal((routes + (0 if route_major else 3), hidden), dtype, made)
+    order = torch.randperm(rows.shape[0], generator=made, device=GPU)
+    if route_major:
+        order = torch.arange(rows.shape[0], device=GPU)
+    gone = torch.rand(weights.shape, generator=made, device=GPU) < absent
+    index = torch.where(gone, -1, order[:routes].view(weights.shape)).to(torch.int32)
+    named = torch.zeros(rows.shape[0], dtype=torch.bool, device=GPU)
+    named[index[index >= 0].long()] = True
+    rows[~named] = float("nan")
+    weights[gone] = float("nan")
+    return UnfinalizedMoEOutput(rows, weights, index, route_major)
 
 
 class Ranks:

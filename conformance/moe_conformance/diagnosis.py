@@ -50,10 +50,12 @@ class _Rank:
 
     @property
     def routed(self) -> Tensor:
+        """``[H]`` the top-k sum, not scaled."""
         return self.combine(self.weights)
 
     @property
     def local(self) -> Tensor:
+        """``[H]`` what this rank contributes to the reduction."""
         return self.scale * self.routed + self.shared
 
     def combine(self, weights: Tensor) -> Tensor:

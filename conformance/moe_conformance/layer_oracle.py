@@ -97,6 +97,7 @@ class _InputError:
     rounding: Tensor
 
     def select(self, tokens: Tensor) -> _InputError:
+        """The errors of these tokens' inputs; any shape of indices."""
         return _InputError(self.common[tokens], self.rounding[tokens])
 
 

@@ -33,6 +33,7 @@ class PlainTail:
         weight_bias: float = 0.0,
         quant: Any = None,
     ) -> TailOutput:
+        """One call, step by step."""
         self.check(output, residual)
         self.calls += 1
         local = self.local(output).to(residual.dtype)
@@ -41,6 +42,7 @@ class PlainTail:
         return TailOutput(residual_out, self.norm(residual_out, norm_weight.float() + weight_bias, eps))
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
+        """Refuses what the tail was not opened for, and metadata that break the contract."""
         tokens, capacity = residual.shape[0], self.capacity
         if tokens > capacity.max_tokens:
             raise UnsupportedError(f"CAP-1: {tokens} tokens, capacity {capacity.max_tokens}")
@@ -48,15 +50,18 @@ class PlainTail:
         require(output, expectation, tier="metadata")
 
     def local(self, output: MoEOutput) -> Tensor:
+        """``[T, H]`` float32: this rank's part before it is published."""
         scaled = self.scale(self.routed(output), output.routed_scaling_factor)
         return scaled if output.shared_output is None else self.add_shared(scaled, output)
 
     def routed(self, output: MoEOutput) -> Tensor:
+        """``[T, H]`` float32: the routed part, not scaled."""
         if isinstance(output.routed, Tensor):
             return output.routed.float()
         return self.top_k_sum(output.routed)
 
     def top_k_sum(self, routed: UnfinalizedMoEOutput) -> Tensor:
+        """``[T, H]`` float32: the weighted sum over the slots that are not -1."""
         index = routed.expanded_idx_to_permuted_idx.long()
         if not routed.gemm2_permuted.shape[0]:
             return torch.zeros(index.shape[0], routed.gemm2_permuted.shape[1])
@@ -64,28 +69,34 @@ class PlainTail:
         return torch.where((index >= 0).unsqueeze(-1), terms, 0.0).sum(1)
 
     def rows(self, routed: UnfinalizedMoEOutput, index: Tensor) -> Tensor:
+        """``[T, K, H]`` float32: each slot's row; any row where the slot is -1."""
         return routed.gemm2_permuted[index.clamp(min=0)].float()
 
     def scale(self, routed: Tensor, factor: float) -> Tensor:
+        """The routed part times the factor that is left to the consumer."""
         return routed * factor
 
     def add_shared(self, scaled: Tensor, output: MoEOutput) -> Tensor:
+        """The scaled part plus this rank's shared output."""
         assert output.shared_output is not None
         return scaled + output.shared_output.float()
 
     def reduce(self, local: Tensor) -> Tensor:
+        """``[T, H]`` float32: the sum of what the ranks published."""
         parts = [local] if self.group.size == 1 else self.group.all_gather(local)
         return torch.stack([part.float() for part in parts]).sum(0)
 
     def add_residual(self, total: Tensor, residual: Tensor) -> Tensor:
+        """``residual_out`` in the activation dtype."""
         return (total + residual.float()).to(residual.dtype)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """``norm_out`` of the rounded residual, in the activation dtype."""
         square = x.float().square().mean(-1, keepdim=True)
         return (x.float() * torch.rsqrt(square + eps) * gain).to(x.dtype)
 
     def close(self) -> None:
-        pass
+        """Nothing to release."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +107,11 @@ class PlainConsumer:
 
     @property
     def declaration(self) -> ConsumerDeclaration:
+        """Every default; the name is the tail's."""
         return ConsumerDeclaration(name=self.tail.__name__)
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
+        """The tail, unless group or capacity lie outside the declaration."""
         for reason in capacity_beyond(self.declaration, group, capacity):
             raise UnsupportedError(reason)
         return self.tail(group, capacity, self.declaration)

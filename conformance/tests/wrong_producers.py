@@ -28,9 +28,11 @@ class WrongProducer:
 
     @property
     def declaration(self) -> ProducerDeclaration:
+        """The reference's, with this name and what else is declared."""
         return load_producer("reference").declaration.model_copy(update={"name": self.name, **self.declares})
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Routed]:
+        """The reference loaded with the changed config; its calls or its outputs are changed as said."""
         seen = self.config(config) if self.config else config
         loaded = load_producer("reference").load(layer, seen)
 
@@ -136,6 +138,7 @@ class _Live(MoEConfig):
         object.__setattr__(self, "_source", (config, field, value))
 
     def should_defer(self, num_tokens: int) -> bool:
+        """As the engine's config says now, but for the one field."""
         config, field, value = self._source  # type: ignore[attr-defined]  # set in __init__
         return MoEConfig.should_defer(config.model_copy(update={field: value}), num_tokens)
 
@@ -156,6 +159,7 @@ class BorrowingProducer(WrongProducer):
     """Every loaded producer has its own buffers."""
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Routed]:
+        """The reference, whose rows lie in one buffer a shape."""
         return WrongProducer(self.name, change=_Borrowed()).load(layer, config)
 
 

@@ -103,6 +103,7 @@ class _Ranks(Generic[T]):
             self.meet.fail(error)
 
     def join(self, timeout_s: float) -> None:
+        """Starts the threads and waits for them; HungRanksError after ``timeout_s`` seconds in all."""
         deadline = time.monotonic() + timeout_s
         for thread in self.threads.values():
             thread.start()

@@ -69,6 +69,7 @@ def _map_probes(mapped: Tensor, num_rows: int | None) -> list[Probe]:
 
 
 def _report_stray(mapped: Tensor, stray: Tensor, num_rows: int | None, found: Findings) -> None:
+    """Names the first entry, in token order, that is neither -1 nor a row."""
     places = stray.nonzero()
     token, slot = places[0].tolist()
     value = int(mapped[token, slot])
@@ -90,14 +91,16 @@ def _report_doubled(ordered: Tensor, origin: Tensor, doubled: Tensor, top_k: int
 
 
 def _identity_probe(mapped: Tensor) -> Probe:
+    """For route-major rows, whose map is the identity but for -1."""
     identity = torch.arange(mapped.numel(), dtype=mapped.dtype, device=mapped.device).view(mapped.shape)
     off = (mapped != identity) & (mapped >= 0)
+    return off.any(), lambda found: _report_not_identity(mapped, off, found)
 
-    def report(found: Findings) -> None:
-        places = off.nonzero()
-        token, slot = places[0].tolist()
-        value, expected = int(mapped[token, slot]), int(identity[token, slot])
-        found.add_at("MAP-1", MAP, str(value), f"-1 or {expected} = t * K + k, since route_major is True", token=token,
-                     slot=slot, value=value, count=len(places))  # fmt: skip
 
-    return off.any(), report
+def _report_not_identity(mapped: Tensor, off: Tensor, found: Findings) -> None:
+    """Names the first entry that is neither -1 nor its own route's number."""
+    places = off.nonzero()
+    token, slot = places[0].tolist()
+    value, expected = int(mapped[token, slot]), token * mapped.shape[1] + slot
+    found.add_at("MAP-1", MAP, str(value), f"-1 or {expected} = t * K + k, since route_major is True", token=token,
+                 slot=slot, value=value, count=len(places))  # fmt: skip
