@@ -17,6 +17,9 @@ from moe_contract.dtypes import torch_dtype
 
 LOGIT_RANGE = 4.0
 """Largest logit: sigmoids stay below 0.983, so that neighbouring scores differ by far more than float32 rounding."""
+INPUT_WEIGHT_SHIFT = -LOGIT_RANGE
+"""Added to LLAMA4's logits, so that the largest is below 0 and every sigmoid weight below one half: a weight near 1 on
+an expert's input gives nearly what it gives on the output, which the rounding of the weighted input would hide."""
 MIN_SELECTION_GAP = 2.0**-14
 """Least distance between the last selected score and the first that is not, or between groups: 1,000 times what
 float32 loses on a score below 2, so that every correct router selects the same experts."""
@@ -196,7 +199,7 @@ def _logits(case: LayerCase, tokens: int, generator: torch.Generator) -> Tensor:
         values = logits.gather(1, order)
         favourites = torch.arange(experts).expand(tokens, -1)
         logits = torch.empty_like(logits).scatter(1, favourites, values)
-    return logits
+    return logits + INPUT_WEIGHT_SHIFT if case.method is RoutingMethod.LLAMA4 else logits
 
 
 def _precomputed(case: LayerCase, generator: torch.Generator) -> PrecomputedRouting:
