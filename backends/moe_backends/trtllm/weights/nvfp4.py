@@ -58,12 +58,11 @@ def prepare(weights: ExpertWeights) -> Nvfp4Weights:
     halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
     first_scale = nvfp4_weight_scale(torch.stack([half.abs().amax((1, 2)).float() for half in halves]).amax(0))
     second_scale = nvfp4_weight_scale(weights.down.abs().amax((1, 2)).float())
-    # Quantised before padding: a sharded intermediate size is far below the multiple, and zeros are codes of zero.
-    parts = [_padded(_quantized(half, first_scale), intermediate_size, hidden_size) for half in halves]
-    first = (torch.cat([codes for codes, _ in parts], 1), torch.cat([scales for _, scales in parts], 1))
-    second = _padded(_quantized(weights.down, second_scale), hidden_size, intermediate_size)
-    gemm1, gemm1_scale = _laid_out(first, first_gemm_order(first[0].shape[1], gated=gated))
-    gemm2, gemm2_scale = _laid_out(second, second_gemm_order(hidden_size))
+    first = [_quantized(half, first_scale) for half in halves]
+    order = first_gemm_order(len(halves) * intermediate_size, gated=gated)
+    gemm1, gemm1_scale = _laid_out(first, order, intermediate_size, hidden_size)
+    second = [_quantized(weights.down, second_scale)]
+    gemm2, gemm2_scale = _laid_out(second, second_gemm_order(hidden_size), hidden_size, intermediate_size)
     gate_scale = 1.0 / first_scale * (1.0 / NVFP4_HIDDEN_SCALE)
     # Not gated, the scaled accumulator alone goes through the activation; gated, up is still unscaled after it.
     output1 = NVFP4_INTERMEDIATE_SCALE * gate_scale if gated else torch.full_like(gate_scale, NVFP4_INTERMEDIATE_SCALE)
@@ -99,19 +98,19 @@ def _quantized(matrix: Tensor, global_scale: Tensor) -> Codes:
     return codes, scales
 
 
-def _padded(codes: Codes, rows: int, columns: int) -> Codes:
-    packed, scales = codes
-    high = rows - packed.shape[1]
-    return (
-        pad(packed, (0, columns // 2 - packed.shape[2], 0, high)),
-        pad(scales, (0, columns // NVFP4_BLOCK - scales.shape[2], 0, high)),
-    )
+def _laid_out(parts: list[Codes], order: Tensor, part_rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Parts below one another, each padded to ``part_rows`` rows, in ``order``; scales swizzled expert by expert.
 
-
-def _laid_out(codes: Codes, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in ``order``; scales swizzled expert by expert: rows are a multiple of the 128 of a tile."""
-    packed, scales = codes
-    order = order.to(packed.device)
-    ordered = scales[:, order]
-    swizzled = swizzle_scales(ordered.reshape(-1, scales.shape[2])).view(scales.shape)
-    return packed[:, order], swizzled.view(torch.float8_e4m3fn)
+    Codes and scales of padding are 0, so only those of the parts are moved: a sharded intermediate size is far below
+    the multiple. Rows are a multiple of the 128 of a scale tile.
+    """
+    experts, device, rows = parts[0][0].shape[0], parts[0][0].device, len(order)
+    codes = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros(experts, rows, columns // NVFP4_BLOCK, dtype=torch.uint8, device=device)
+    places = inverse(order).to(device)
+    for place, (packed, linear) in zip(places.split(part_rows), parts, strict=True):
+        where = place[: packed.shape[1]]
+        codes[:, :, : packed.shape[2]].index_copy_(1, where, packed)
+        scales[:, :, : linear.shape[2]].index_copy_(1, where, linear)
+    swizzled = swizzle_scales(scales.view(experts * rows, -1)).view(scales.shape)
+    return codes, swizzled.view(torch.float8_e4m3fn)
