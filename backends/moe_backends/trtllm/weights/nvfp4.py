@@ -75,9 +75,14 @@ def prepare(weights: ExpertWeights) -> Nvfp4Weights:
 def restore(codes: Tensor, scales: Tensor, order: Tensor) -> Codes:
     """Linear codes and scales in canonical row order, from what ``prepare`` made of any experts."""
     undo = inverse(order).to(codes.device)
+    return codes[:, undo], linear_scales(scales)[:, undo]
+
+
+def linear_scales(scales: Tensor) -> Tensor:
+    """Block scales ``[E, M, K / 16]`` uint8, linear but in prepared row order, of swizzled ones of this shape."""
     experts, rows, columns = scales.shape
-    linear = unswizzle_scales(scales.view(torch.uint8).view(experts * rows, columns), experts * rows, columns * 16)
-    return codes[:, undo], linear.view(experts, rows, columns)[:, undo]
+    swizzled = scales.view(torch.uint8).view(experts * rows, columns)
+    return unswizzle_scales(swizzled, experts * rows, columns * NVFP4_BLOCK).view(experts, rows, columns)
 
 
 def values(codes: Codes) -> Tensor:
