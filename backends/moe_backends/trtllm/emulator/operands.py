@@ -90,15 +90,13 @@ def _restored(given: Mapping[str, Any]) -> Operands:
 
 def _bf16(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     gemm1, gemm2 = given["gemm1_weights"], given["gemm2_weights"]
-    _, _, hidden, width = gemm2.shape
     rows = gemm1.view(torch.int64).flatten(0, 1).ne(0).any(0).any(1)
     words = gemm2.view(torch.int64).ne(0).any(2).any(0)
     places, kept = _kept(rows, words.view(-1, 2 * NVFP4_BLOCK // WORD).any(1), gated(given))
-    first = gemm1[:, :, places].transpose(1, 2).flatten(2)
-    blocks, undo = kept // width, inverse(second_gemm_order(hidden)).to(gemm2.device)
-    used = blocks.unique()
-    second = gemm2[:, used][:, :, undo].transpose(1, 2).flatten(2)
-    return first, second[..., torch.searchsorted(used, blocks) * width + kept % width]
+    first = gemm1.index_select(2, places).transpose(1, 2).flatten(2)
+    sixteens = gemm2.unflatten(3, (-1, NVFP4_BLOCK)).transpose(2, 3).flatten(1, 2)
+    second = torch.cat([sixteens[:, block] for block in kept], 2)
+    return first, second.index_select(1, _rows_of_down(second))
 
 
 def _nvfp4(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -107,21 +105,25 @@ def _nvfp4(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     rows = codes1.view(torch.int64).ne(0).any(2).any(0) | scales1.ne(0).any(2).any(0)
     blocks = codes2.view(torch.int64).ne(0).any(1).any(0) | scales2.ne(0).any(1).any(0)
     places, kept = _kept(rows, blocks, gated(given))
-    first = nvfp4.values((codes1[:, places], scales1[:, places]))
-    undo = inverse(second_gemm_order(codes2.shape[1])).to(codes2.device)
-    pairs, blocks = kept[::2] // 2, kept[::NVFP4_BLOCK] // NVFP4_BLOCK
-    second = nvfp4.values((codes2[..., pairs][:, undo], scales2[..., blocks][:, undo]))
+    first = nvfp4.values((codes1.index_select(1, places), scales1.index_select(1, places)))
+    eights = codes2.unflatten(2, (-1, NVFP4_BLOCK // 2))
+    codes = torch.cat([eights[:, :, block] for block in kept], 2)
+    undo = _rows_of_down(codes)
+    second = nvfp4.values((codes.index_select(1, undo), scales2[:, :, kept].index_select(1, undo)))
     return first.to(torch.bfloat16), second.to(torch.bfloat16)
 
 
-def _kept(rows: Tensor, blocks: Tensor, is_gated: bool) -> tuple[Tensor, Tensor]:
-    """Prepared rows of the first projection, up above gate, and their intermediates, in whole blocks of 16.
+def _rows_of_down(second: Tensor) -> Tensor:
+    return inverse(second_gemm_order(second.shape[1])).to(second.device)
+
+
+def _kept(rows: Tensor, blocks: Tensor, is_gated: bool) -> tuple[Tensor, list[int]]:
+    """Prepared rows of the first projection, up above gate, and which blocks of 16 intermediates they are.
 
     ``rows [1|2 * I']`` and ``blocks [I' / 16]`` say which rows of the prepared first projection and which blocks of
     columns of the second hold anything. What is left out is 0 in up, gate and down, so its activation is 0 and meets 0.
     """
-    places = inverse(first_gemm_order(len(rows), gated=is_gated)).to(rows.device)
-    used = rows[places].view(-1, len(blocks), NVFP4_BLOCK).any(2).any(0) | blocks
+    places = inverse(first_gemm_order(len(rows), gated=is_gated)).to(rows.device).view(-1, len(blocks), NVFP4_BLOCK)
+    used = rows[places].any(2).any(0) | blocks
     used[0] = True  # never no block at all
-    kept = used.repeat_interleave(NVFP4_BLOCK).nonzero()[:, 0]
-    return places.view(-1, NVFP4_BLOCK * len(blocks))[:, kept].flatten(), kept
+    return places[:, used].flatten(), used.nonzero()[:, 0].tolist()
