@@ -94,8 +94,9 @@ def _bf16(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     words = gemm2.view(torch.int64).ne(0).any(2).any(0)
     places, kept = _kept(rows, words.view(-1, 2 * NVFP4_BLOCK // WORD).any(1), gated(given))
     first = gemm1.index_select(2, places).transpose(1, 2).flatten(2)
-    sixteens = gemm2.unflatten(3, (-1, NVFP4_BLOCK)).transpose(2, 3).flatten(1, 2)
-    second = torch.cat([sixteens[:, block] for block in kept], 2)
+    sixteens = gemm2.unflatten(3, (-1, NVFP4_BLOCK))
+    wide = sixteens.shape[3]
+    second = torch.cat([sixteens[:, block // wide, :, block % wide] for block in kept], 2)
     return first, second.index_select(1, _rows_of_down(second))
 
 
