@@ -53,9 +53,7 @@ def measure(name: str, intermediate: int) -> None:
     assert isinstance(output, UnfinalizedMoEOutput)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rows = list(output.gemm2_permuted.shape)
-    print(
-        f"{name} I {intermediate}: first call {seconds[0]:.1f} s, second {seconds[1]:.1f} s, {peak:.1f} GB, rows {rows}"
-    )
+    print(f"{name} I {intermediate}: first call {times[0]}, second {times[1]}, {peak:.1f} GB, rows {rows}", flush=True)
 
 
 def main() -> None:

@@ -40,7 +40,11 @@ def _layer(activation: Activation = Activation.SILU) -> MoELayer:
 
     gate = draw(E, INNER, H) if activation.gated else None
     return MoELayer(
-        H, E, Routing(RoutingMethod.RENORMALIZE, K), activation, ExpertWeights(draw(E, INNER, H), draw(E, H, INNER), gate)
+        H,
+        E,
+        Routing(RoutingMethod.RENORMALIZE, K),
+        activation,
+        ExpertWeights(draw(E, INNER, H), draw(E, H, INNER), gate),
     )
 
 
