@@ -72,8 +72,7 @@ def operands(given: Mapping[str, Any], expert: int) -> Operands:
         kept = _WHOLE.get(tensors, lambda: _restored(given))
         return Operands(kept.first, kept.second, scales).expert(expert)
     part = {name: given[name][expert, None] for name in WEIGHTS if name in given}
-    key = (None, sum(each._version for each in tensors), expert)
-    one = _RECENT.get(weights, key, lambda: _restored({**given, **part}))
+    one = _RECENT.get(weights, (sum(each._version for each in tensors), expert), lambda: _restored({**given, **part}))
     return Operands(one.first, one.second, {name: value[expert, None] for name, value in scales.items()}).expert(0)
 
 
