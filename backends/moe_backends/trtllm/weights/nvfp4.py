@@ -22,7 +22,7 @@ from .rows import first_gemm_order, inverse, second_gemm_order
 
 HIDDEN_MULTIPLE = 256
 """The kernels' tile along the hidden size: two epilogue tiles; other sizes are padded, and then finalized (ROWS-4)."""
-ELEMENTS_AT_ONCE = 2**20
+ELEMENTS_AT_ONCE = 2**17
 """Elements that are quantised in one go: their float32 temporaries stay in a processor's cache."""
 Codes = tuple[Tensor, Tensor]
 """Packed codes ``[E, M, K / 2]`` and linear block scales ``[E, M, K / 16]``, uint8."""
@@ -95,11 +95,13 @@ def _quantized(matrix: Tensor, global_scale: Tensor) -> Codes:
     width = round_up(columns, NVFP4_BLOCK)
     codes = torch.empty(experts, rows, width // 2, dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(experts, rows, width // NVFP4_BLOCK, dtype=torch.uint8, device=matrix.device)
-    at_once = max(1, ELEMENTS_AT_ONCE // (rows * width))
-    for first in range(0, experts, at_once):
+    flat, flat_codes, flat_scales = (each.flatten(0, 1) for each in (matrix, codes, scales))
+    by_row = global_scale.repeat_interleave(rows)
+    at_once = max(1, ELEMENTS_AT_ONCE // width)
+    for first in range(0, experts * rows, at_once):
         part = slice(first, first + at_once)
-        filled = pad(matrix[part].float(), (0, width - columns))
-        codes[part], scales[part] = nvfp4_linear(filled, global_scale[part, None])
+        filled = pad(flat[part].float(), (0, width - columns))
+        flat_codes[part], flat_scales[part] = nvfp4_linear(filled, by_row[part])
     return codes, scales
 
 
