@@ -20,9 +20,14 @@ T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """Results by the tensors that they were made of; forgotten with the first of them, and when one is written."""
+    """Results by the tensors that they were made of; forgotten with the first of them, and when one is written.
 
-    def __init__(self) -> None:
+    Args:
+        largest: elements of the first tensor up to which results are kept.
+    """
+
+    def __init__(self, largest: int = LARGEST_KEPT) -> None:
+        self._largest = largest
         # By id: tensors as keys would be compared element by element.
         self._known: dict[int, tuple[weakref.ref[Tensor], object, T]] = {}
 
@@ -30,7 +35,7 @@ class TensorCache(Generic[T]):
         """What ``make`` gives, made once. Ranks on threads may ask at once: each asks for its own tensors."""
         first = tensors[0]
         assert first is not None
-        if first.numel() > LARGEST_KEPT:
+        if first.numel() > self._largest:
             with _ONE_AT_A_TIME:
                 return make()
         state = tuple(None if each is None else (id(each), each._version) for each in tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from moe_conformance.cases import LayerCase, TailCase
@@ -45,7 +46,7 @@ def _tail_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...],
 
 
 def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...], seed: int) -> list[LayerCase]:
-    axes = (profile.few if test.breadth == "few" else profile.wide).within(profile.layers)
+    axes = _layer_axes(profile, test)
     variants = test.variants
     if profile.model is not None:
         variants = tuple(variant for variant in variants if _says_something(variant, profile.model))
@@ -61,6 +62,13 @@ def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...]
             fields["top_k"] = 1
         cases.append(LayerCase(**fields))
     return cases
+
+
+def _layer_axes(profile: Profile, test: ConformanceTest) -> Axes:
+    axes = profile.few if test.breadth == "few" else profile.wide
+    if test.breadth == "few" and profile.few_widths:
+        axes = replace(axes, hidden_size=profile.few_widths)
+    return axes.within(profile.layers)
 
 
 def _rows(profile: Profile, axes: Axes, ranks: tuple[int, ...], variants: Sequence[Row]) -> list[Row]:

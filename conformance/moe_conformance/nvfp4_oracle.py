@@ -138,7 +138,11 @@ def _quantized(values: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    blocks: Tensor = pad(values, (0, -values.shape[-1] % NVFP4_BLOCK)).unflatten(-1, (-1, NVFP4_BLOCK))
+    """``[..., blocks, 16]``; a width below 16, as a sharded intermediate size has, stays one block without padding."""
+    width = values.shape[-1]
+    if width < NVFP4_BLOCK:
+        return values.unsqueeze(-2)
+    blocks: Tensor = pad(values, (0, -width % NVFP4_BLOCK)).unflatten(-1, (-1, NVFP4_BLOCK))
     return blocks
 
 
@@ -148,6 +152,7 @@ def _block_scale(blocks: Tensor, scale: Tensor) -> Tensor:
 
 def _values(blocks: Tensor, factor: Tensor, scale: Tensor) -> Tensor:
     factor, scale = factor.unsqueeze(-1), scale.unsqueeze(-1)
-    quotient = torch.where(factor > 0, blocks * scale / factor, 0.0)
-    result: Tensor = e2m1_value(quotient.clamp(-FP4_MAX, FP4_MAX)) * factor / scale
+    # A scale of 0 belongs to a block of zeros, or of values so small that they count as such.
+    quotient = blocks * torch.where(factor > 0, scale / factor, 0.0)
+    result: Tensor = e2m1_value(quotient) * (factor / scale)
     return result

@@ -27,6 +27,12 @@ SLACK = 4.0 * U32
 Rounding = Callable[[Tensor], Tensor]
 E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 """Magnitudes of the eight codes of float4_e2m1 (OCP MX specification)."""
+_MIDDLES = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2.0
+_E2M1_BORDERS = torch.where(
+    torch.arange(len(_MIDDLES)) % 2 == 1, _MIDDLES.nextafter(torch.zeros_like(_MIDDLES)), _MIDDLES
+)
+"""The largest magnitude that rounds to each code: the middle to the next one, or where that is the even one, the
+float64 number below the middle."""
 
 
 def quant_violation(output: TailOutput, recipe: QuantRecipe, rank: int) -> Violation | None:
@@ -112,14 +118,8 @@ def e4m3_value(values: Tensor) -> Tensor:
 
 
 def e2m1_value(values: Tensor) -> Tensor:
-    """To the nearest e2m1 value, ties to the even code, and back."""
-    magnitude = values.abs()
-    middles = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2.0
-    code = torch.bucketize(magnitude, middles, right=False)
-    # bucketize puts a value at a middle below it; the tie goes to the even of the two codes.
-    at_middle = (code < len(middles)) & (magnitude == middles[code.clamp(max=len(middles) - 1)])
-    code = code + (at_middle & (code % 2 == 1)).long()
-    return torch.copysign(E2M1_VALUES[code], values)
+    """To the nearest e2m1 value, ties to the even code, and back; float64."""
+    return torch.copysign(E2M1_VALUES[torch.bucketize(values.abs(), _E2M1_BORDERS)], values)
 
 
 def _unpacked(packed: Tensor) -> Tensor:

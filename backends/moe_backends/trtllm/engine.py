@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_contract import Installation
+from moe_contract import ExpertWeights, Installation
 
 from .bindings import problems
+from .emulator.on_demand import Prepares
 from .returns import Entry
 from .sources import read_installed
 from .versions import EMULATED, NEWEST, OLDEST, Version, known
@@ -40,6 +41,10 @@ class Engine(Protocol):
 
     def installation(self) -> Installation:
         """What is installed, and which calls of the adapters it would not take."""
+        ...
+
+    def on_demand(self, weights: ExpertWeights, weight_format: Prepares) -> Mapping[str, object] | None:
+        """Keywords in place of prepared weights, for an engine that asks for each expert's; None to prepare them."""
         ...
 
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
@@ -89,6 +94,9 @@ class FlashInfer:
         found = read_installed(Path(spec.submodule_search_locations[0]))
         wrong = [] if known(self.version) else [f"its forms are not known ({OLDEST} to {NEWEST} are)"]
         return Installation(DISTRIBUTION, str(self.version), (*wrong, *problems(self.version, found)))
+
+    def on_demand(self, weights: ExpertWeights, weight_format: Prepares) -> None:
+        """Kernels read the weights of every expert."""
 
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
         """Calls ``flashinfer.fused_moe``'s function of this name."""

@@ -85,7 +85,8 @@ class TrtllmProducer:
         check_groups(layer.routing, layer.num_experts)
         if reason := self.engine.unavailable(layer.device):
             raise UnsupportedError(f"producer {name}: CAP-2: {reason}")
-        return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts))
+        weights = self.engine.on_demand(layer.experts, self.weight_format)
+        return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts) if weights is None else weights)
 
 
 @dataclass

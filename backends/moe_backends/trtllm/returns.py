@@ -129,7 +129,8 @@ def unfinalized(result: object, call: Call) -> UnfinalizedMoEOutput:
     rows, weights, index = result
     if rows.dim() != 2 or rows.dtype is not torch.bfloat16:
         raise ReturnFormError(f"{call}: expected rows [P, H] bfloat16, got {_described(rows)}")
-    return UnfinalizedMoEOutput(rows, _weights(weights, call), _map(index, call))
+    by_slot = _map(index, call)  # first: its error says what a wrong number of slots is
+    return UnfinalizedMoEOutput(rows, _weights(weights, call), by_slot)
 
 
 def _map(index: Tensor, call: Call) -> Tensor:

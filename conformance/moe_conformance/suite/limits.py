@@ -10,6 +10,9 @@ from moe_contract import ConsumerDeclaration, ProducerDeclaration, RoutingMethod
 LARGEST_CASE = 2**24
 """Elements T * K * H * N up to which a limit is tried; a larger one needs more memory and time than a case may take."""
 WORLD_SIZES = (1, 2, 3, 4, 8, 16)
+SMALL_HIDDEN, SMALL_INTERMEDIATE = 256, 32
+"""Sizes of a layer that is there to be refused: beyond a limit of experts, a real model's would take gigabytes. They
+can be split over up to 16 ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def tail_limits(declared: ConsumerDeclaration, case: TailCase) -> list[Limit]:
 
 def producer_limits(declared: ProducerDeclaration, case: LayerCase) -> list[tuple[str, LayerCase]]:
     """Cases beyond a producer's limits, each with the limit's name."""
+    small = _small(declared, case)
     changes: list[tuple[str, dict[str, object]]] = []
     for name, field, limit in (
         ("max_tokens", "tokens", declared.max_tokens),
@@ -60,12 +64,24 @@ def producer_limits(declared: ProducerDeclaration, case: LayerCase) -> list[tupl
         beyond = declared.max_top_k + 1
         changes.append(("max_top_k", {"top_k": beyond, "num_experts": max(case.num_experts, 2 * beyond)}))
     if declared.hidden_size_multiple > 1:
-        changes.append(("hidden_size_multiple", {"hidden_size": case.hidden_size + 1}))
+        changes.append(("hidden_size_multiple", {"hidden_size": small.hidden_size + 1}))
     missing = [method for method in RoutingMethod if method not in declared.routing_methods]
     changes += [("routing_methods", {"method": method}) for method in missing[:1]]
     changes += [("dtypes", {"dtype": d}) for d in ("bfloat16", "float16") if d not in declared.dtypes]
-    cases = [(name, case.model_copy(update=update)) for name, update in changes]
+    cases = [(name, small.model_copy(update=update)) for name, update in changes]
     return [(name, other) for name, other in cases if _affordable(other)]
+
+
+def _small(declared: ProducerDeclaration, case: LayerCase) -> LayerCase:
+    """The case without what a refusal does not depend on: large matrices, and groups that divide its experts."""
+    multiple = declared.hidden_size_multiple
+    sizes = {
+        "hidden_size": -(-SMALL_HIDDEN // multiple) * multiple,
+        "intermediate_size": SMALL_INTERMEDIATE,
+        "shared_intermediate_size": SMALL_INTERMEDIATE,
+    }
+    smaller = {name: min(size, getattr(case, name)) for name, size in sizes.items()}
+    return case.model_copy(update={**smaller, "num_groups": 1, "topk_groups": 1})
 
 
 def _size(name: str, field: str, limit: int | None, case: TailCase) -> Limit | None:

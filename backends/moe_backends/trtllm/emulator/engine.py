@@ -19,9 +19,10 @@ from moe_backends.trtllm.returns import Call, Entry, RoutingInput, mislabelled
 from moe_backends.trtllm.routing import METHODS, folding_methods, unpack
 from moe_backends.trtllm.signatures import signature
 from moe_backends.trtllm.versions import EMULATED, Version
-from moe_contract import Installation, Routing, RoutingMethod, UnfinalizedMoEOutput, finalize
+from moe_contract import ExpertWeights, Installation, Routing, RoutingMethod, UnfinalizedMoEOutput, finalize
 
 from .experts import Bf16Experts, Nvfp4Experts, run
+from .on_demand import OnDemandWeights, Prepares, is_large
 from .permutation import allocated_rows, default_tile, padded_rows, place
 
 
@@ -53,6 +54,10 @@ class Emulator:
         scale = torch.full((), global_scale, device=hidden_states.device)
         codes, scales = nvfp4_linear(hidden_states.float(), scale)
         return codes, scales.view(torch.float8_e4m3fn)
+
+    def on_demand(self, weights: ExpertWeights, weight_format: Prepares) -> Mapping[str, object] | None:
+        """Large layers are prepared expert by expert."""
+        return OnDemandWeights(weights, weight_format).keywords() if is_large(weights) else None
 
     @torch.no_grad()
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:

@@ -1,4 +1,4 @@
-"""The two GEMMs on prepared weights: the layout is undone on the results, so a wrong preparation gives wrong numbers.
+"""The two GEMMs on prepared weights: the layout is undone, so a wrong preparation gives wrong numbers.
 
 Accumulation is float32, as the kernels' is, in another order; the result of the activation is rounded to what the
 second GEMM reads, the rows to bfloat16.
@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_backends.reference.quantize import nvfp4_linear, nvfp4_values
-from moe_backends.trtllm.bindings import SWIGLU
-from moe_backends.trtllm.weights.blocks import from_blocks
-from moe_backends.trtllm.weights.nvfp4 import restore, values
-from moe_backends.trtllm.weights.rows import first_gemm_order, inverse, second_gemm_order
-from moe_backends.weight_cache import TensorCache
 
-LARGEST_KEPT = 2**24
-"""Bytes of codes up to which their values are kept from call to call; of larger ones each expert's are made when it is
-used, so that no second copy of a real model's weights exists."""
-_KNOWN: TensorCache[Tensor] = TensorCache()
+from .operands import Operands, gated, operands
 
 
 class Experts(Protocol):
@@ -60,18 +52,22 @@ def run(experts: Experts, local_ids: Tensor, index: Tensor, out: Tensor) -> None
 
 
 @dataclass(frozen=True)
-class Bf16Experts:
-    """bfloat16 throughout: ``arguments`` are the call's."""
-
+class _OfCall:
     arguments: Mapping[str, Any]
+
+    def _operands(self, expert: int) -> Operands:
+        return operands(self.arguments, expert)
+
+
+@dataclass(frozen=True)
+class Bf16Experts(_OfCall):
+    """bfloat16 throughout: ``arguments`` are the call's."""
 
     def first(self, expert: int, tokens: Tensor) -> Tensor:
         """See Experts."""
-        given, gated = self.arguments, _gated(self.arguments)
-        raw = given["hidden_states"][tokens].float() @ from_blocks(given["gemm1_weights"][expert]).float().T
-        raw = raw[:, inverse(first_gemm_order(raw.shape[1], gated=gated)).to(raw.device)]
-        up, gate = raw.chunk(2, dim=1) if gated else (raw, None)
-        return _activate(given, expert, up, gate)
+        raw = self.arguments["hidden_states"][tokens].float() @ self._operands(expert).first.float().T
+        up, gate = raw.chunk(2, dim=1) if gated(self.arguments) else (raw, None)
+        return _activate(self.arguments, expert, up, gate)
 
     def between(self, inner: Tensor) -> Tensor:
         """Rounded to bfloat16."""
@@ -79,26 +75,22 @@ class Bf16Experts:
 
     def second(self, expert: int, inner: Tensor) -> Tensor:
         """See Experts."""
-        out = inner @ from_blocks(self.arguments["gemm2_weights"][expert]).float().T
-        return out[:, inverse(second_gemm_order(out.shape[1])).to(out.device)].to(torch.bfloat16)
+        return (inner @ self._operands(expert).second.float().T).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Nvfp4Experts:
+class Nvfp4Experts(_OfCall):
     """NVFP4 codes and block scales on both sides of both GEMMs: ``arguments`` are the call's."""
-
-    arguments: Mapping[str, Any]
 
     def first(self, expert: int, tokens: Tensor) -> Tensor:
         """See Experts; scaled to the intermediate's global scale."""
-        given, gated = self.arguments, _gated(self.arguments)
-        raw = self._inputs[tokens] @ self._values("gemm1", expert).T
-        gate_scale: Tensor = given["output1_scale_gate_scalar"][expert]
-        scale: Tensor = given["output1_scale_scalar"][expert]
-        if not gated:
-            return _activate(given, expert, raw * gate_scale, None) * scale
+        mine = self._operands(expert)
+        raw = self._inputs[tokens] @ mine.first.float().T
+        gate_scale, scale = mine.scales["output1_scale_gate_scalar"], mine.scales["output1_scale_scalar"]
+        if not gated(self.arguments):
+            return _activate(self.arguments, expert, raw * gate_scale, None) * scale
         up, gate = raw.chunk(2, dim=1)
-        return _activate(given, expert, up, gate * gate_scale) * scale
+        return _activate(self.arguments, expert, up, gate * gate_scale) * scale
 
     def between(self, inner: Tensor) -> Tensor:
         """Quantised: codes times block scales."""
@@ -106,27 +98,12 @@ class Nvfp4Experts:
 
     def second(self, expert: int, inner: Tensor) -> Tensor:
         """See Experts."""
-        scale: Tensor = self.arguments["output2_scale_scalar"][expert]
-        return (inner @ self._values("gemm2", expert).T * scale).to(torch.bfloat16)
+        mine = self._operands(expert)
+        return (inner @ mine.second.float().T * mine.scales["output2_scale_scalar"]).to(torch.bfloat16)
 
     @cached_property
     def _inputs(self) -> Tensor:
         return nvfp4_values(self.arguments["hidden_states"], self.arguments["hidden_states_scale"].view(torch.uint8))
-
-    def _values(self, name: str, expert: int) -> Tensor:
-        """Codes times block scales of one expert, rows in canonical order, float32."""
-        codes, scales = self.arguments[f"{name}_weights"], self.arguments[f"{name}_weights_scale"]
-        rows = codes.shape[1]
-        order = first_gemm_order(rows, gated=_gated(self.arguments)) if name == "gemm1" else second_gemm_order(rows)
-        if codes.numel() > LARGEST_KEPT:
-            return values(restore(codes[expert, None], scales[expert, None], order))[0]
-        # Products of a code and a block scale have 6 significant bits, so bfloat16 holds them.
-        made = _KNOWN.get((codes, scales), lambda: values(restore(codes, scales, order)).to(torch.bfloat16))
-        return made[expert].float()
-
-
-def _gated(given: Mapping[str, Any]) -> bool:
-    return int(given.get("activation_type", SWIGLU)) == SWIGLU
 
 
 def _activate(given: Mapping[str, Any], expert: int, up: Tensor, gate: Tensor | None) -> Tensor:

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from moe_contract import ExpertWeights
 
-from .blocks import BLOCK_BYTES, INTERMEDIATE_MULTIPLE, from_blocks, padded, round_up, to_blocks
+from .blocks import BLOCK_BYTES, INTERMEDIATE_MULTIPLE, from_blocks, round_up, write_blocks
 from .rows import first_gemm_order, inverse, second_gemm_order
 
-ELEMENTS_AT_ONCE = 2**22
-"""Elements that are laid out in one go, so that no second padded copy of a whole layer exists."""
 HIDDEN_MULTIPLE = 128
 """The kernels' tile along the hidden size; other sizes are padded, and then finalized (ROWS-4)."""
 
@@ -32,22 +30,23 @@ class Bf16Weights:
 
 def prepare(weights: ExpertWeights) -> Bf16Weights:
     """The experts of one rank, bfloat16, in the kernels' layout."""
-    _, intermediate, hidden = weights.up.shape
+    experts, intermediate, hidden = weights.up.shape
     hidden_size, intermediate_size = round_up(hidden, HIDDEN_MULTIPLE), round_up(intermediate, INTERMEDIATE_MULTIPLE)
-    gated, experts = weights.gate is not None, weights.up.shape[0]
-    rows = 2 * intermediate_size if gated else intermediate_size
-    device = weights.up.device
-    width = BLOCK_BYTES // weights.up.element_size()
-    gemm1 = torch.empty(experts, hidden_size // width, rows, width, dtype=torch.bfloat16, device=device)
-    gemm2 = torch.empty(experts, intermediate_size // width, hidden_size, width, dtype=torch.bfloat16, device=device)
-    first_order = first_gemm_order(rows, gated=gated).to(device)
-    second_order = second_gemm_order(hidden_size).to(device)
-    at_once = max(1, ELEMENTS_AT_ONCE // (rows * hidden_size))
-    for start in range(0, experts, at_once):
-        part = slice(start, start + at_once)
-        first, second = padded(weights.select(part), hidden_size, intermediate_size)
-        gemm1[part], gemm2[part] = to_blocks(first[:, first_order]), to_blocks(second[:, second_order])
+    halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
+    rows, gated = len(halves) * intermediate_size, weights.gate is not None
+    gemm1 = _blocked_zeros(weights.up, experts, rows, hidden_size)
+    places = inverse(first_gemm_order(rows, gated=gated)).to(gemm1.device)
+    for half, place in zip(halves, places.split(intermediate_size), strict=True):
+        write_blocks(gemm1, half, place[:intermediate])
+    gemm2 = _blocked_zeros(weights.up, experts, hidden_size, intermediate_size)
+    write_blocks(gemm2, weights.down, inverse(second_gemm_order(hidden_size)).to(gemm2.device)[:hidden])
     return Bf16Weights(gemm1, gemm2, hidden_size, intermediate_size)
+
+
+def _blocked_zeros(like: Tensor, experts: int, rows: int, columns: int) -> Tensor:
+    """Padding is 0 and most of a sharded layer, so only what the layer has is written into it."""
+    width = BLOCK_BYTES // like.element_size()
+    return torch.zeros(experts, columns // width, rows, width, dtype=torch.bfloat16, device=like.device)
 
 
 def restore_first(gemm1: Tensor, *, gated: bool) -> tuple[Tensor | None, Tensor]:

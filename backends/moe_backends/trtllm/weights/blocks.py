@@ -29,6 +29,17 @@ def from_blocks(blocked: Tensor) -> Tensor:
     return blocked.transpose(-3, -2).reshape(*outer, rows, blocks * width)
 
 
+def write_blocks(blocked: Tensor, matrix: Tensor, places: Tensor) -> None:
+    """Row i of ``matrix [E, M, K]`` to row ``places[i]`` of ``blocked [E, K' / b, M', b]``, K at most K'."""
+    width = blocked.shape[-1]
+    whole = matrix.shape[2] // width
+    if whole:
+        parts = matrix[..., : whole * width].unflatten(2, (whole, width)).transpose(1, 2)
+        blocked[:, :whole].index_copy_(2, places, parts)
+    if rest := matrix.shape[2] - whole * width:
+        blocked[:, whole, :, :rest].index_copy_(1, places, matrix[..., whole * width :])
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is not below ``size``."""
     return -(-size // multiple) * multiple

@@ -22,7 +22,7 @@ from .rows import first_gemm_order, inverse, second_gemm_order
 
 HIDDEN_MULTIPLE = 256
 """The kernels' tile along the hidden size: two epilogue tiles; other sizes are padded, and then finalized (ROWS-4)."""
-ELEMENTS_AT_ONCE = 2**20
+ELEMENTS_AT_ONCE = 2**17
 """Elements that are quantised in one go: their float32 temporaries stay in a processor's cache."""
 Codes = tuple[Tensor, Tensor]
 """Packed codes ``[E, M, K / 2]`` and linear block scales ``[E, M, K / 16]``, uint8."""
@@ -58,12 +58,11 @@ def prepare(weights: ExpertWeights) -> Nvfp4Weights:
     halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
     first_scale = nvfp4_weight_scale(torch.stack([half.abs().amax((1, 2)).float() for half in halves]).amax(0))
     second_scale = nvfp4_weight_scale(weights.down.abs().amax((1, 2)).float())
-    # Quantised before padding: a sharded intermediate size is far below the multiple, and zeros are codes of zero.
-    parts = [_padded(_quantized(half, first_scale), intermediate_size, hidden_size) for half in halves]
-    first = (torch.cat([codes for codes, _ in parts], 1), torch.cat([scales for _, scales in parts], 1))
-    second = _padded(_quantized(weights.down, second_scale), hidden_size, intermediate_size)
-    gemm1, gemm1_scale = _laid_out(first, first_gemm_order(first[0].shape[1], gated=gated))
-    gemm2, gemm2_scale = _laid_out(second, second_gemm_order(hidden_size))
+    first = [_quantized(half, first_scale) for half in halves]
+    order = first_gemm_order(len(halves) * intermediate_size, gated=gated)
+    gemm1, gemm1_scale = _laid_out(first, order, intermediate_size, hidden_size)
+    second = [_quantized(weights.down, second_scale)]
+    gemm2, gemm2_scale = _laid_out(second, second_gemm_order(hidden_size), hidden_size, intermediate_size)
     gate_scale = 1.0 / first_scale * (1.0 / NVFP4_HIDDEN_SCALE)
     # Not gated, the scaled accumulator alone goes through the activation; gated, up is still unscaled after it.
     output1 = NVFP4_INTERMEDIATE_SCALE * gate_scale if gated else torch.full_like(gate_scale, NVFP4_INTERMEDIATE_SCALE)
@@ -76,9 +75,14 @@ def prepare(weights: ExpertWeights) -> Nvfp4Weights:
 def restore(codes: Tensor, scales: Tensor, order: Tensor) -> Codes:
     """Linear codes and scales in canonical row order, from what ``prepare`` made of any experts."""
     undo = inverse(order).to(codes.device)
+    return codes[:, undo], linear_scales(scales)[:, undo]
+
+
+def linear_scales(scales: Tensor) -> Tensor:
+    """Block scales ``[E, M, K / 16]`` uint8, linear but in prepared row order, of swizzled ones of this shape."""
     experts, rows, columns = scales.shape
-    linear = unswizzle_scales(scales.view(torch.uint8).view(experts * rows, columns), experts * rows, columns * 16)
-    return codes[:, undo], linear.view(experts, rows, columns)[:, undo]
+    swizzled = scales.view(torch.uint8).view(experts * rows, columns)
+    return unswizzle_scales(swizzled, experts * rows, columns * NVFP4_BLOCK).view(experts, rows, columns)
 
 
 def values(codes: Codes) -> Tensor:
@@ -91,27 +95,29 @@ def _quantized(matrix: Tensor, global_scale: Tensor) -> Codes:
     width = round_up(columns, NVFP4_BLOCK)
     codes = torch.empty(experts, rows, width // 2, dtype=torch.uint8, device=matrix.device)
     scales = torch.empty(experts, rows, width // NVFP4_BLOCK, dtype=torch.uint8, device=matrix.device)
-    at_once = max(1, ELEMENTS_AT_ONCE // (rows * width))
-    for first in range(0, experts, at_once):
+    flat, flat_codes, flat_scales = (each.flatten(0, 1) for each in (matrix, codes, scales))
+    by_row = global_scale.repeat_interleave(rows)
+    at_once = max(1, ELEMENTS_AT_ONCE // width)
+    for first in range(0, experts * rows, at_once):
         part = slice(first, first + at_once)
-        filled = pad(matrix[part].float(), (0, width - columns))
-        codes[part], scales[part] = nvfp4_linear(filled, global_scale[part, None])
+        filled = pad(flat[part].float(), (0, width - columns))
+        flat_codes[part], flat_scales[part] = nvfp4_linear(filled, by_row[part])
     return codes, scales
 
 
-def _padded(codes: Codes, rows: int, columns: int) -> Codes:
-    packed, scales = codes
-    high = rows - packed.shape[1]
-    return (
-        pad(packed, (0, columns // 2 - packed.shape[2], 0, high)),
-        pad(scales, (0, columns // NVFP4_BLOCK - scales.shape[2], 0, high)),
-    )
+def _laid_out(parts: list[Codes], order: Tensor, part_rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Parts below one another, each padded to ``part_rows`` rows, in ``order``; scales swizzled expert by expert.
 
-
-def _laid_out(codes: Codes, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in ``order``; scales swizzled expert by expert: rows are a multiple of the 128 of a tile."""
-    packed, scales = codes
-    order = order.to(packed.device)
-    ordered = scales[:, order]
-    swizzled = swizzle_scales(ordered.reshape(-1, scales.shape[2])).view(scales.shape)
-    return packed[:, order], swizzled.view(torch.float8_e4m3fn)
+    Codes and scales of padding are 0, so only those of the parts are moved: a sharded intermediate size is far below
+    the multiple. Rows are a multiple of the 128 of a scale tile.
+    """
+    experts, device, rows = parts[0][0].shape[0], parts[0][0].device, len(order)
+    codes = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros(experts, rows, columns // NVFP4_BLOCK, dtype=torch.uint8, device=device)
+    places = inverse(order).to(device)
+    for place, (packed, linear) in zip(places.split(part_rows), parts, strict=True):
+        where = place[: packed.shape[1]]
+        codes[:, :, : packed.shape[2]].index_copy_(1, where, packed)
+        scales[:, :, : linear.shape[2]].index_copy_(1, where, linear)
+    swizzled = swizzle_scales(scales.view(experts * rows, -1)).view(scales.shape)
+    return codes, swizzled.view(torch.float8_e4m3fn)

@@ -46,5 +46,5 @@ def second_gemm_order(rows: int) -> Tensor:
 def inverse(order: Tensor) -> Tensor:
     """The permutation that undoes ``order``."""
     undone = torch.empty_like(order)
-    undone[order] = torch.arange(len(order))
+    undone[order] = torch.arange(len(order), device=order.device)
     return undone
