@@ -28,7 +28,10 @@ LONGEST_CASE_S = "300"
 
 
 def measure(model: str, producer: str) -> dict[str, Any]:
-    """One profile in a process of its own: verdicts of the cases that the producer takes part in, seconds, GB."""
+    """One profile in a process of its own: verdicts of the cases that the producer takes part in, seconds, GB, and the
+    intermediate size that it was cut to."""
+    from moe_conformance.models import models
+
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "moe_conformance", "run", "--producer", producer, "--consumer", "reference"]
         command += ["--profile", f"model:{model}", "--tp", RANKS, "--timeout", LONGEST_CASE_S, "-n", "1"]
@@ -40,6 +43,7 @@ def measure(model: str, producer: str) -> dict[str, Any]:
         cases = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))["cases"]
     verdicts = Counter(case["verdict"] for case in cases if case["producer"])
     return {
+        "intermediate_size": models()[model].reduced_intermediate_size,
         "verdicts": dict(sorted(verdicts.items())),
         "exit_status": os.waitstatus_to_exitcode(status),
         "seconds": round(seconds, 1),
@@ -66,7 +70,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             served = served and model.activation in declaration.activations
             defers = ("yes" if declaration.defers(model.method, model.hidden_size) else "no") if served else "-"
             other = sum(verdicts.values()) - verdicts["pass"] - verdicts["unsupported"]
-            sizes = f"{model.hidden_size} | {model.reduced_intermediate_size} of {model.intermediate_size}"
+            sizes = f"{model.hidden_size} | {found['intermediate_size']} of {model.intermediate_size}"
             lines.append(
                 f"| {name} | {sizes} | {model.num_experts} | {model.top_k} | {producer.removesuffix('@emulated')} "
                 f"| {defers} | {verdicts['pass']} | {verdicts['unsupported']} | {other} "

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe_contract import Activation, RoutingMethod
 
 WEIGHT_BUDGET = 2**29 + 2**25
-"""Elements of the experts' weights that a case may hold: 0.17 GB in 16 bits, so that a whole layer, its shards and the
-oracle's float64 copies of the experts in use stay far below 8 GB, and most cases below a second."""
+"""Elements of the experts' weights that a case may hold: 1.1 GB in 16 bits, so that a whole layer and its shards,
+in two worker processes, stay below 8 GB."""
 INTERMEDIATE_MULTIPLE = 16
 """A reduced intermediate size is a multiple of this, so that it can be split over up to 16 ranks."""
 
