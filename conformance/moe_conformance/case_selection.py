@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from moe_conformance.cases import LayerCase, TailCase
@@ -28,9 +27,12 @@ NEUTRAL: Row = {
 
 def select_cases(profile: Profile, test: ConformanceTest, ranks: Sequence[int] | None, seed: int) -> list[Any]:
     """The cases of one test: its variants on the sizes that it can say something about, each once."""
-    chosen = tuple(ranks or profile.default_ranks)
     make = _tail_cases if test.kind == "consumer" else _layer_cases
-    found = {case.id: case for case in make(profile, test, chosen, seed) if test.where is None or test.where(case)}
+    found = {
+        case.id: case
+        for case in make(profile, test, tuple(ranks or ()), seed)
+        if test.where is None or test.where(case)
+    }
     return list(found.values())
 
 
@@ -65,18 +67,16 @@ def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...]
 
 
 def _layer_axes(profile: Profile, test: ConformanceTest) -> Axes:
-    axes = profile.few if test.breadth == "few" else profile.wide
-    if test.breadth == "few" and profile.few_widths:
-        axes = replace(axes, hidden_size=profile.few_widths)
+    axes = (profile.few_layers or profile.few) if test.breadth == "few" else profile.wide
     return axes.within(profile.layers)
 
 
 def _rows(profile: Profile, axes: Axes, ranks: tuple[int, ...], variants: Sequence[Row]) -> list[Row]:
-    """Sizes with a variant each, under the key ``variant``."""
+    """Sizes with a variant each, under the key ``variant``. No ``ranks``: those of the axes."""
     if not variants:
         return []
     sizes = {
-        "ranks": ranks,
+        "ranks": ranks or axes.ranks,
         "tokens": axes.tokens,
         "top_k": axes.top_k,
         "hidden_size": axes.hidden_size,

@@ -67,8 +67,8 @@ class Profile:
     tail_elements: int = 2**20
     """Most T * K * H * N elements of one synthetic case; larger combinations get fewer tokens. A case of 2^20 takes
     about 0.1 s on one CPU core."""
-    few_widths: tuple[int, ...] = ()
-    """Hidden sizes of the layers of tests with few shapes, where they are not those of ``few``."""
+    few_layers: Axes | None = None
+    """The axes of layers in tests with few shapes, where they are not ``few``."""
     every_variant: bool = False
     """Every variant on every shape. Otherwise a variant is one more axis of the covering array: it meets every value
     of every other axis, but not every combination of two of them."""
@@ -96,7 +96,8 @@ CORE = Profile(
     few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 960), ranks=(1, 2, 4, 8, 16)),
     # 768: no power of two either, and a multiple of 256. Producers that pad to 128 or 256 finalize a layer of 960, so
     # that most of their cases would be about finalized outputs; a padded width is a variant of DEFER-3 and ROWS-4.
-    few_widths=(256, 768),
+    # 16 ranks, of which each runs its own part, took half of a producer's time here; rows are judged at 16 all the same.
+    few_layers=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 768), ranks=(1, 2, 4, 8)),
     wide=Axes(
         tokens=(1, 2, 5, 8, 17, 33, 65, 127, 129),
         top_k=(1, 2, 3, 4, 6, 8, 10, 16, 22),
