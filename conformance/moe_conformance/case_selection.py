@@ -28,11 +28,8 @@ NEUTRAL: Row = {
 def select_cases(profile: Profile, test: ConformanceTest, ranks: Sequence[int] | None, seed: int) -> list[Any]:
     """The cases of one test: its variants on the sizes that it can say something about, each once."""
     make = _tail_cases if test.kind == "consumer" else _layer_cases
-    found = {
-        case.id: case
-        for case in make(profile, test, tuple(ranks or ()), seed)
-        if test.where is None or test.where(case)
-    }
+    cases = make(profile, test, tuple(ranks or ()), seed)
+    found = {case.id: case for case in cases if test.where is None or test.where(case)}
     return list(found.values())
 
 

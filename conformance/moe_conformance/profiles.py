@@ -96,7 +96,7 @@ CORE = Profile(
     few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 960), ranks=(1, 2, 4, 8, 16)),
     # 768: no power of two either, and a multiple of 256. Producers that pad to 128 or 256 finalize a layer of 960, so
     # that most of their cases would be about finalized outputs; a padded width is a variant of DEFER-3 and ROWS-4.
-    # 16 ranks, of which each runs its own part, took half of a producer's time here; rows are judged at 16 all the same.
+    # 16 ranks, of which each runs its own part, took half of a producer's time here; rows are judged at 16 as well.
     few_layers=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 768), ranks=(1, 2, 4, 8)),
     wide=Axes(
         tokens=(1, 2, 5, 8, 17, 33, 65, 127, 129),
