@@ -12,9 +12,9 @@ from moe_conformance.faults.model import Fault, Planted, Variant, family_of, nam
 from moe_contract import MoEConfig, MoELayer, ProducerDeclaration
 from moe_contract.discovery import load_producer
 
-Where = Literal["deferred", "finalized", "any", "call", "layer", "config"]
-"""What the delta is handed and changes: the unfinalized output, the finalized one, either; the whole call; or the layer
-or the config before it is loaded."""
+Where = Literal["deferred", "finalized", "any", "call", "layer", "config", "load"]
+"""What the delta is handed and changes: the unfinalized output, the finalized one, either; the whole call; the layer or
+the config before it is loaded; or everything, with no correct producer behind it."""
 Delta = Callable[..., Any]
 
 
@@ -55,6 +55,8 @@ class DeltaProducer:
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Any]:
         """The base's, behind the delta."""
+        if self.where == "load":
+            return lambda hidden_states, router_logits: self.delta(layer, hidden_states)
         given = self.delta(layer) if self.where == "layer" else layer
         seen = self.delta(config) if self.where == "config" else config
         loaded, kept = load_producer(self.base).load(given, seen), {"calls": 0}

@@ -55,11 +55,17 @@ def finalized_too_soon(output: object, rank: int) -> Violation:
     )
 
 
-def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput]) -> None:
-    """The contract's checks, then rows and weights of every rank against their bounds."""
+def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput], *, tokens: Tensor | None = None) -> None:
+    """The contract's checks, then rows and weights of every rank against their bounds.
+
+    ``tokens``: the order in which the call had the case's tokens; None for their own.
+    """
     layer.require_contract(outputs)
     for rank, output in enumerate(outputs):
-        judgement = judge_rank(_pending(output), _rows_truth(layer, rank), rank, layer.clause, layer.parts[rank])
+        pending = _pending(output)
+        if tokens is not None:
+            pending = _in_order(pending, tokens.argsort())
+        judgement = judge_rank(pending, _rows_truth(layer, rank), rank, layer.clause, layer.parts[rank])
         layer.record(judgement.headroom)
         if judgement.violation is not None:
             raise ClauseBrokenError([judgement.violation], judgement.headroom)
@@ -99,6 +105,13 @@ def _rows_truth(layer: LayerSubject, rank: int) -> RankTruth:
         return truth
     rows = truth.rows.to(layer.parts[rank].dtype).double()
     return replace(truth, rows=rows, row_bounds=rows.new_zeros(rows.shape))
+
+
+def _in_order(output: UnfinalizedMoEOutput, tokens: Tensor) -> UnfinalizedMoEOutput:
+    """The same rows seen by tokens in another order."""
+    chosen = tokens.to(output.expert_weights.device)
+    weights, index = output.expert_weights[chosen], output.expanded_idx_to_permuted_idx[chosen]
+    return replace(output, expert_weights=weights, expanded_idx_to_permuted_idx=index)
 
 
 def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:

@@ -14,7 +14,7 @@ from moe_conformance.subjects.calls import first_line, judged_errors, on_every_r
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import require_same
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
-from moe_conformance.verdicts import ClauseBrokenError
+from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import MoEOutput, PeerTimeoutError, Violation
 from moe_contract.outputs import require_unfinalized
 
@@ -101,6 +101,19 @@ def test_a_delayed_rank_neither_misses_nor_reads_another_call(tail: TailSubject)
             time.sleep(DELAY_S)
 
     for inputs, outputs in zip(calls, tail.run_calls(calls, before), strict=True):
+        tail.judge_residual(outputs, inputs, controls=False)
+
+
+@clause("RED-5")
+@tails({"stratum": "lattice"})
+def test_a_call_after_one_without_tokens_stays_right(tail: TailSubject) -> None:
+    """A call of no tokens between two others, in one opened tail, leaves nothing behind."""
+    tail.require_support()
+    if not tail.declaration.accepts_finalized:
+        raise UnsupportedCaseError(f"{tail.name} takes no finalized tensor, which is the only form of an empty batch")
+    empty = make_tail_inputs(tail.case.model_copy(update={"tokens": 0, "form": "finalized"}))
+    calls = [tail.inputs, empty, make_tail_inputs(tail.case.model_copy(update={"seed": tail.case.seed + 1}))]
+    for inputs, outputs in zip(calls, tail.run_calls(calls), strict=True):
         tail.judge_residual(outputs, inputs, controls=False)
 
 

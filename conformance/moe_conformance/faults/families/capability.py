@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from moe_conformance.faults import delta_producer, plain_tail
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
-from moe_contract import MoEOutput, RankGroup, TailCapacity, TailOutput, UnfinalizedMoEOutput, UnsupportedError
+from moe_contract import MoELayer, MoEOutput, RankGroup, TailCapacity, TailOutput, UnfinalizedMoEOutput, UnsupportedError
 
 FAULTS: list[Fault] = []
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
@@ -144,12 +143,9 @@ class RefusesWithoutAReason(_OnAnyDevice):
         super().check(output, residual)
 
 
-@producer_fault("CAP-2", "layer", smallest="torch's meta device")
-def layer_on_no_device_is_loaded(layer: Any) -> Any:
-    """A layer on a device that nothing was built for is loaded, and its output is memory that nobody wrote."""
-    if layer.device.type != "meta":
-        return layer
-    experts = layer.experts
-    moved = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in vars(experts).items()
-             if tensor is not None}  # fmt: skip
-    return replace(layer, experts=replace(experts, **moved))
+@producer_fault("CAP-2", "load", smallest="torch's meta device")
+def layer_on_no_device_is_run(layer: MoELayer, hidden_states: Tensor) -> Tensor:
+    """A layer on a device that nothing was built for is loaded and run, and its output is memory that nobody wrote."""
+    if not layer.experts.up.is_meta:
+        raise UnsupportedError("CAP-2: built for another device")
+    return torch.empty_like(hidden_states)
