@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
 
+from moe_conformance.faults.bases import base_producer
 from moe_conformance.faults.model import Fault, Planted, Variant, family_of, name_of, sentence_of
 from moe_contract import MoEConfig, MoELayer, ProducerDeclaration
-from moe_contract.discovery import load_producer
 
 Where = Literal["deferred", "finalized", "any", "call", "layer", "config", "load"]
 """What the delta is handed and changes: the unfinalized output, the finalized one, either; the whole call; the layer or
@@ -48,10 +49,10 @@ class DeltaProducer:
     base: str = "reference"
     declares: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def declaration(self) -> ProducerDeclaration:
         """The base's, under this name."""
-        return load_producer(self.base).declaration.model_copy(update={"name": self.name, **self.declares})
+        return base_producer(self.base).declaration.model_copy(update={"name": self.name, **self.declares})
 
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Any]:
         """The base's, behind the delta."""
@@ -59,7 +60,7 @@ class DeltaProducer:
             return lambda hidden_states, router_logits: self.delta(layer, hidden_states)
         given = self.delta(layer) if self.where == "layer" else layer
         seen = self.delta(config) if self.where == "config" else config
-        loaded, kept = load_producer(self.base).load(given, seen), {"calls": 0}
+        loaded, kept = base_producer(self.base).load(given, seen), {"calls": 0}
 
         def run(hidden_states: Tensor, router_logits: Any) -> Any:
             kept["calls"] += 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_conformance.direct import run_case
+from moe_conformance.faults.bases import base_consumer, base_producer
 from moe_conformance.faults.model import Fault, Planted, Variant
 from moe_conformance.faults.results import FaultResult, Killer, Outcome, VariantResult
 from moe_conformance.marks import Kind, metadata
@@ -22,7 +23,6 @@ from moe_conformance.report.model import CaseResult
 from moe_conformance.subjects.calls import Settings
 from moe_conformance.verdicts import Verdict
 from moe_contract import Consumer, Producer
-from moe_contract.discovery import load_consumer, load_producer
 
 PARTNER = "reference"
 TIMEOUT_S = 5.0
@@ -122,8 +122,8 @@ def _ordered(found: Sequence[Job], clause: str) -> list[Job]:
 
 
 def _run(planted: Planted, found: Sequence[Job]) -> Iterator[CaseResult]:
-    producer: Producer = planted.producer or load_producer(PARTNER)
-    consumer: Consumer = planted.consumer or load_consumer(PARTNER)
+    producer: Producer = planted.producer or base_producer(PARTNER)
+    consumer: Consumer = planted.consumer or base_consumer(PARTNER)
     tests = suite_tests()
     for job in found:
         sides = (producer if job.kind != "consumer" else None, consumer if job.kind != "producer" else None)

@@ -85,7 +85,9 @@ def sentence_of(thing: Any) -> str:
     """The first sentence of its docstring; raises CatalogueError where there is none."""
     text = " ".join((thing.__doc__ or "").split())
     if not text:
-        raise CatalogueError(f"{thing.__module__}.{thing.__name__}: a fault's docstring says what is wrong in a sentence")
+        raise CatalogueError(
+            f"{thing.__module__}.{thing.__name__}: a fault's docstring says what is wrong in a sentence"
+        )
     return text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -168,7 +169,7 @@ class PlainConsumer:
 
     tail: type[PlainTail]
 
-    @property
+    @cached_property
     def declaration(self) -> ConsumerDeclaration:
         """The plain tail's, with what the kind declares."""
         return ConsumerDeclaration(**{"name": name_of(self.tail), **DECLARED, **self.tail.declares})

@@ -19,6 +19,9 @@ BUILDS_ON = {
     "DEFER-1": "DEFER-3",
 }
 """A clause whose tests cannot hold where another, that they build on, is broken."""
+ROWS = "gemm2_permuted"
+UNNAMED = frozenset({"residual_out", ROWS})
+"""Results that each test judges whole, so that a wrong value alone says little about its cause."""
 Case = Mapping[str, Any]
 FEATURES: Mapping[str, Callable[[Case], bool]] = {
     "MAP-4": lambda case: case.get("absent", "none") != "none",
@@ -34,6 +37,7 @@ FEATURES: Mapping[str, Callable[[Case], bool]] = {
     "OUT-2": lambda case: case.get("tokens") == 0,
     "QUANT-1": lambda case: bool(case.get("quant")),
     "ROWS-6": lambda case: bool(case.get("biases")),
+    "ROWS-5": lambda case: bool(case.get("skew")),
     "MAP-5": lambda case: case.get("ep", 1) > 1,
 }
 """Clause: whether a case has what the clause is about. The first that fits is blamed."""
@@ -58,7 +62,7 @@ def _common_feature(results: tuple[CaseResult, ...], broken: set[tuple[str, str]
     Every test puts several things together, so a wrong value whose cause is not known fails many of them.
     """
     found = {}
-    for backend in {backend for backend, _ in broken}:
+    for backend in {backend for case in results if _is_undiagnosed(case) for backend in _backends(case)}:
         own = [case for case in results if backend in _backends(case)]
         failed = [case for case in own if _is_undiagnosed(case)]
         passed = [case for case in own if case.verdict is Verdict.PASS and case.headroom is not None]
@@ -67,13 +71,17 @@ def _common_feature(results: tuple[CaseResult, ...], broken: set[tuple[str, str]
             if tells and (backend, clause) in broken and all(has_feature(case.case) for case in failed):
                 found[backend] = clause
                 break
+        else:
+            # Rows that are wrong whatever the case has: their values are all that can be said to be wrong.
+            if any(case.clause == "NUM-1" and case.violations[0].field == ROWS for case in failed):
+                found[backend] = "NUM-1"
     return found
 
 
 def _is_undiagnosed(case: CaseResult) -> bool:
-    """A wrong residual of which nothing more is known: it is blamed on whatever its test is about."""
+    """A wrong residual or row of which nothing more is known: it is blamed on whatever its test is about."""
     first = case.violations[0] if case.violations else None
-    return first is not None and first.field == "residual_out" and not first.hint and first.clause == case.clause
+    return first is not None and first.field in UNNAMED and not first.hint and first.clause == case.clause
 
 
 def _explained(case: CaseResult, broken: set[tuple[str, str]], common: dict[str, str]) -> CaseResult:

@@ -182,8 +182,14 @@ def _message(error: BaseException) -> str:
 def require_refused_or_right(tail: TailSubject, handed: TailInputs, truth: TailInputs) -> None:
     """Inputs that break the contract are refused, or at least do no harm: the result is that of ``truth``."""
     results: list[list[TailOutput]] = []
-    if refusal(lambda: results.append(tail.run(handed))) is None:
+    if refusal(lambda: results.append(tail.run(handed))) is not None:
+        return
+    try:
         tail.judge(results[0], truth, controls=False)
+    except ClauseBrokenError as error:
+        # Whatever comes out wrong, what it was handed is the cause: on whole inputs other tests judge the same steps.
+        blamed = [violation.model_copy(update={"clause": tail.clause}) for violation in error.violations]
+        raise ClauseBrokenError(blamed, error.headroom) from error
 
 
 def require_refused(tail: TailSubject, handed: TailInputs, what: str) -> None:

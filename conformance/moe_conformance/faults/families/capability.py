@@ -12,7 +12,15 @@ from moe_conformance.faults import delta_producer, plain_tail
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
-from moe_contract import MoELayer, MoEOutput, RankGroup, TailCapacity, TailOutput, UnfinalizedMoEOutput, UnsupportedError
+from moe_contract import (
+    MoELayer,
+    MoEOutput,
+    RankGroup,
+    TailCapacity,
+    TailOutput,
+    UnfinalizedMoEOutput,
+    UnsupportedError,
+)
 
 FAULTS: list[Fault] = []
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)

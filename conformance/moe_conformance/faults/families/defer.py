@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.faults import delta_producer, plain_tail, wiring
+from moe_conformance.faults.bases import base_producer
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainConsumer, PlainTail
 from moe_contract import MoEConfig, MoEOutput, RankGroup, RoutingMethod, TailCapacity, complete, finalize
 from moe_contract.declarations import ProducerDeclaration
-from moe_contract.discovery import load_producer
 from moe_contract.negotiation import Negotiation
 
 FAULTS: list[Fault] = []
@@ -75,7 +75,7 @@ def flag_never_cleared(output: Any, call: Call) -> Any:
         return output
     if call.kept.get("sticky") and len(output):
         config = call.config.model_copy(update={"defer_moe_finalize": True})
-        return load_producer("reference").load(call.layer, config)(call.hidden_states, call.router_logits)
+        return base_producer("reference").load(call.layer, config)(call.hidden_states, call.router_logits)
     return output
 
 
@@ -141,7 +141,7 @@ def deferral_granted_unasked(producer: ProducerDeclaration, consumer: object, **
     return _granted(producer, consumer, **call)
 
 
-engine_fault("DEFER-4", wiring.NEGOTIATE, producer=load_producer("reference-fp32-weights"),
+engine_fault("DEFER-4", wiring.NEGOTIATE, producer=base_producer("reference-fp32-weights"),
              consumer=PlainConsumer(_ReadsActivationWeights), smallest="float32 weights")(deferral_granted_unasked)  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class ReadsTheMapSlotMajor(PlainTail):
     def rows(self, routed: UnfinalizedMoEOutput, index: Tensor) -> Tensor:
         """Rows of the transposed map; a token of absent slots keeps its own."""
         turned = index.reshape(-1).view(index.shape[1], index.shape[0]).T
-        return super().rows(routed, torch.where(bool((index < 0).any()), index, turned))
+        return super().rows(routed, index if bool((index < 0).any()) else turned)
 
 
 @producer_fault("MAP-2", bugs=("B10",))

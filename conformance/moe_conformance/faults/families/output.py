@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.faults import delta_producer, plain_tail
+from moe_conformance.faults.bases import base_producer
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import MoEConfig, MoEOutput, RoutingMethod, UnfinalizedMoEOutput, UnsupportedError
-from moe_contract.discovery import load_producer
 
 FAULTS: list[Fault] = []
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
@@ -52,7 +52,7 @@ def weighted_input_weighted_at_the_output(call: Call) -> Any:
     if call.layer.routing.method is not RoutingMethod.LLAMA4:
         return call.right()
     other = replace(call.layer, routing=replace(call.layer.routing, method=RoutingMethod.SIGMOID))
-    return load_producer("reference").load(other, MoEConfig())(call.hidden_states, call.router_logits)
+    return base_producer("reference").load(other, MoEConfig())(call.hidden_states, call.router_logits)
 
 
 @producer_fault("OUT-2", "call", bugs=("B91",), smallest="T=0")

@@ -163,13 +163,18 @@ class AtomicOrder(PlainTail):
         return super().add_terms(terms[:, order]) + _noise(terms[:, 0])
 
 
-@producer_fault("NUM-2", bugs=("B49",), smallest="the same inputs twice")
-def split_k_varies(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
-    """The last bit of a row's first element changes from run to run, within the bound."""
-    rows = output.gemm2_permuted.clone()
-    flips = torch.randint(0, 2, rows[:, :1].shape, dtype=torch.int16)
-    rows.view(torch.int16)[:, :1] ^= torch.where(rows[:, :1].isnan(), torch.zeros_like(flips), flips)
-    return replace(output, gemm2_permuted=rows)
+@producer_fault(
+    "NUM-2",
+    bugs=("B49",),
+    base="reference-fp32-weights",
+    weights_dtypes=frozenset({"float32"}),
+    smallest="the same inputs twice",
+)
+def routing_weights_vary(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
+    """The last bit of float32 weights, which is within their bound, changes from run to run."""
+    weights = output.expert_weights.clone()
+    weights.view(torch.int32).bitwise_xor_(torch.randint(0, 2, weights.shape, dtype=torch.int32))
+    return replace(output, expert_weights=weights)
 
 
 def _noise(like: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from moe_conformance.faults.bases import base_consumer
 from moe_conformance.faults.model import Fault, Planted, family_of, name_of, sentence_of
 from moe_contract import ConsumerDeclaration, MoEOutput, QuantFormat, QuantRecipe, RankGroup, Tail, TailCapacity
 from moe_contract import TailOutput as Output
-from moe_contract.discovery import load_consumer
 
 FAULTS: list[Fault] = []
 Delta = Callable[[Output, QuantRecipe], Output]
@@ -40,12 +40,12 @@ class _Consumer:
 
     delta: Delta
 
-    @property
+    @cached_property
     def declaration(self) -> ConsumerDeclaration:
-        return load_consumer("reference").declaration.model_copy(update={"name": name_of(self.delta)})
+        return base_consumer("reference").declaration.model_copy(update={"name": name_of(self.delta)})
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
-        return _Tail(load_consumer("reference").open(group, capacity), self.delta)
+        return _Tail(base_consumer("reference").open(group, capacity), self.delta)
 
 
 def quant_fault(*, smallest: str = "", bugs: tuple[str, ...] = ()) -> Callable[[Delta], Delta]:
@@ -127,5 +127,3 @@ def scale_returned_inverted(output: Output, recipe: QuantRecipe) -> Output:
     if recipe.format is not QuantFormat.FP8_STATIC:
         return output
     return replace(output, quant_scale=1.0 / _scales(output))
-
-

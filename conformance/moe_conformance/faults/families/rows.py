@@ -208,7 +208,6 @@ class SumsInRowOrder(PlainTail):
         return self.add_terms(terms.gather(1, order.unsqueeze(-1).expand_as(terms)))
 
 
-
 @producer_fault("ROWS-5", bugs=("B100",), smallest="all tokens on the same experts")
 def expert_capacity_overflows(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """An expert's rows beyond twice the average stay zero: only skewed routing has that many."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.faults import delta_producer, plain_tail, wiring
+from moe_conformance.faults.bases import base_producer
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import MoEOutput, RoutingMethod, UnfinalizedMoEOutput
 from moe_contract.declarations import FOLDING_METHODS
-from moe_contract.discovery import load_producer
 from moe_contract.forward import MoEForward
 
 FAULTS: list[Fault] = []
@@ -57,7 +57,9 @@ class ScaleForgottenForFinalized(PlainTail):
 
     def local(self, output: MoEOutput) -> Tensor:
         """Without the factor where the routed part is a tensor."""
-        return super().local(replace(output, routed_scaling_factor=1.0) if isinstance(output.routed, Tensor) else output)
+        return super().local(
+            replace(output, routed_scaling_factor=1.0) if isinstance(output.routed, Tensor) else output
+        )
 
 
 class _FoldedAndStated(MoEForward):
@@ -67,7 +69,7 @@ class _FoldedAndStated(MoEForward):
         return self.layer.routing.routed_scaling_factor
 
 
-engine_fault("SCALE-1", wiring.FORWARD, bugs=("B32", "B33"), producer=load_producer("reference-folded"),
+engine_fault("SCALE-1", wiring.FORWARD, bugs=("B32", "B33"), producer=base_producer("reference-folded"),
              smallest="deepseek-v3, factor 2.5")(_FoldedAndStated)  # fmt: skip
 
 
