@@ -1,4 +1,4 @@
-"""A correct producer with one delta: in what it returns, in its call, in the layer or the config that it is loaded with."""
+"""A correct producer with one delta: in its result, in its call, or in the layer or config that it is loaded with."""
 
 from __future__ import annotations
 

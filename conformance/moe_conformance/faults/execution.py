@@ -70,7 +70,7 @@ def run_fault(fault: Fault, *, quick: bool = False, escalate: bool = True) -> Fa
     """The suite's verdict on a fault.
 
     The whole smoke profile runs, unless ``quick`` stops at the first failure of the own clause's tests. A fault that
-    nothing of it notices goes on to the core profile (unless not ``escalate``), where the first failure ends the search.
+    nothing of it notices goes on to the core profile, if ``escalate``, where the first failure ends the search.
     """
     started = time.perf_counter()
     fields = {"id": fault.id, "clause": fault.clause, "side": fault.side, "family": fault.family, "what": fault.what,

@@ -205,7 +205,7 @@ def test_pending_output_is_not_taken_for_a_tensor(layer: LayerSubject) -> None:
 
 
 def _require_readable(pair: PairSubject) -> None:
-    """What deferral was granted for is what the consumer declares to read; its norm weight is no part of the question."""
+    """What deferral was granted for is what the consumer declares to read. Its norm weight was not asked about."""
     declared, case = pair.consumer.declaration, pair.tail.case
     readable = case.model_copy(update={"norm_weight_dtype": sorted(declared.norm_weight_dtypes)[0]})
     reason = tail_unsupported(declared, readable, pair.settings.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class _OpensAnything(PlainTail):
 class WrongBeyondItsTokens(_OpensAnything):
     """At most 24 tokens are declared; of more the first 24 are right."""
 
-    declares = {"max_tokens": 24}
+    declares: ClassVar[dict[str, Any]] = {"max_tokens": 24}
 
     def local(self, output: MoEOutput) -> Tensor:
         """The rest is never computed."""
@@ -53,7 +53,7 @@ class WrongBeyondItsTokens(_OpensAnything):
 class SlotsBeyondItsTopKLost(_OpensAnything):
     """At most 8 slots are declared; of more the first 8 are summed."""
 
-    declares = {"max_top_k": 8}
+    declares: ClassVar[dict[str, Any]] = {"max_top_k": 8}
 
     def terms(self, routed: UnfinalizedMoEOutput) -> Tensor:
         """The first eight."""
@@ -64,7 +64,7 @@ class SlotsBeyondItsTopKLost(_OpensAnything):
 class WorkspaceSizeInInt32(PlainTail):
     """The workspace's byte size overflows 32 bits well below the declared number of tokens."""
 
-    declares = {"max_tokens": 512}
+    declares: ClassVar[dict[str, Any]] = {"max_tokens": 512}
 
     @classmethod
     def may_open(cls, group: RankGroup, capacity: TailCapacity) -> bool:
@@ -78,7 +78,7 @@ class WorkspaceSizeInInt32(PlainTail):
 class TunesForEveryNumberOfTokens(PlainTail):
     """The autotuner builds a profile for each number of tokens up to the largest, and runs out of memory."""
 
-    declares = {"max_tokens": 768}
+    declares: ClassVar[dict[str, Any]] = {"max_tokens": 768}
 
     @classmethod
     def may_open(cls, group: RankGroup, capacity: TailCapacity) -> bool:
@@ -92,7 +92,7 @@ class TunesForEveryNumberOfTokens(PlainTail):
 class GuardComparesTheSquare(PlainTail):
     """The guard compares T * T with the limit, so calls far below it are refused."""
 
-    declares = {"max_tokens": 30}
+    declares: ClassVar[dict[str, Any]] = {"max_tokens": 30}
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
         """Refuses from the root of 600 on."""
@@ -105,7 +105,7 @@ class GuardComparesTheSquare(PlainTail):
 class ColumnsBeyondItsWidthUnwritten(_OpensAnything):
     """Rows of at most 1024 columns are declared; of wider ones the rest is never written."""
 
-    declares = {"max_hidden_size": 4096}
+    declares: ClassVar[dict[str, Any]] = {"max_hidden_size": 4096}
 
     def local(self, output: MoEOutput) -> Tensor:
         """Zero past the limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class CapacityCheckedAfterTheExchange(_Unbounded):
 class _ReadsActivationWeights(PlainTail):
     """Declares weights in the activation dtype alone."""
 
-    declares = {"weights_dtypes": frozenset({"activation"})}
+    declares: ClassVar[dict[str, Any]] = {"weights_dtypes": frozenset({"activation"})}
 
 
 def _granted(producer: ProducerDeclaration, consumer: object, **call: Any) -> Negotiation:
@@ -142,7 +142,8 @@ def deferral_granted_unasked(producer: ProducerDeclaration, consumer: object, **
 
 
 engine_fault("DEFER-4", wiring.NEGOTIATE, producer=base_producer("reference-fp32-weights"),
-             consumer=PlainConsumer(_ReadsActivationWeights), smallest="float32 weights")(deferral_granted_unasked)  # fmt: skip
+             consumer=PlainConsumer(_ReadsActivationWeights), smallest="float32 weights")(
+                 deferral_granted_unasked)  # fmt: skip
 
 
 @producer_fault("DEFER-5", "finalized", smallest="tp=2, flag off")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class FrozenAtCapture(PlainTail):
 class _Compilable(PlainTail):
     """Declares that torch.compile can trace it."""
 
-    declares = {"compilable": True}
+    declares: ClassVar[dict[str, Any]] = {"compilable": True}
 
 
 @consumer_fault("GRAPH-2", smallest="one traced call")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -62,8 +63,9 @@ class SharedOfRankZeroAlone(PlainTail):
 class SharedReducedByTheEngine(MoEForward):
     """The shared expert's output is reduced before it is handed over."""
 
-    def __call__(self, hidden_states: Tensor, router_logits: object) -> MoEOutput | Tensor:
-        output = super().__call__(hidden_states, router_logits)  # type: ignore[arg-type]  # as the base takes it
+    def __call__(self, hidden_states: Tensor, router_logits: Any) -> MoEOutput | Tensor:
+        """The layer's output, with another shared part."""
+        output = super().__call__(hidden_states, router_logits)
         if isinstance(output, MoEOutput) and output.shared_output is not None and self.group is not None:
             output.shared_output = self.group.all_reduce(output.shared_output)
         return output
@@ -73,8 +75,9 @@ class SharedReducedByTheEngine(MoEForward):
 class SharedPartOfRankZeroEverywhere(MoEForward):
     """Every rank hands over rank 0's shared output, as a replicated expert gives it."""
 
-    def __call__(self, hidden_states: Tensor, router_logits: object) -> MoEOutput | Tensor:
-        output = super().__call__(hidden_states, router_logits)  # type: ignore[arg-type]  # as the base takes it
+    def __call__(self, hidden_states: Tensor, router_logits: Any) -> MoEOutput | Tensor:
+        """The layer's output, with another shared part."""
+        output = super().__call__(hidden_states, router_logits)
         if isinstance(output, MoEOutput) and output.shared_output is not None and self.group is not None:
             output.shared_output = self.group.all_gather(output.shared_output)[0]
         return output

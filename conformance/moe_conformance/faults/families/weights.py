@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def float32_weights_declared_only(output: Output, call: Call) -> Output:
 class Float32WeightsReadInHalves(PlainTail):
     """Float32 weights are taken undeclared, and their bytes read as the activation dtype."""
 
-    declares = {"weights_dtypes": frozenset({"activation"})}
+    declares: ClassVar[dict[str, Any]] = {"weights_dtypes": frozenset({"activation"})}
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
         """Relabels them."""
