@@ -13,6 +13,7 @@ import torch
 from moe_conformance.faults.catalogue import faults, variants
 from moe_conformance.faults.execution import run_fault, run_variant
 from moe_conformance.faults.results import FaultResult, MatrixReport, VariantResult
+from moe_conformance.faults.rules import apply_rules
 from moe_conformance.plan import suite_tests
 
 Progress = Callable[[FaultResult | VariantResult], None]
@@ -63,7 +64,12 @@ def idle_tests(report: MatrixReport) -> tuple[str, ...]:
 
 
 def _one(kind: str, name: str, quick: bool) -> FaultResult | VariantResult:
-    return run_fault(faults()[name], quick=quick) if kind == "fault" else run_variant(variants()[name])
+    if kind == "variant":
+        return run_variant(variants()[name]).model_copy(update={"rules": apply_rules(variants()[name])})
+    result = run_fault(faults()[name], quick=quick)
+    if quick or result.verdict == "not-runnable":
+        return result
+    return result.model_copy(update={"rules": apply_rules(faults()[name])})
 
 
 def _one_thread() -> None:

@@ -71,6 +71,7 @@ class VariantResult(_Record):
     false_alarms: tuple[str, ...]
     """One line for each case that failed."""
     headroom: float | None = None
+    rules: dict[str, RuleResult] = Field(default_factory=dict)
     profile: str = ""
     """The rounding profile of its consumer; empty for a producer."""
     seconds: float = 0.0

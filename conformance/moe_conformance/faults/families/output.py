@@ -46,6 +46,12 @@ def finalizes_zeros(call: Call) -> Tensor:
     return torch.zeros_like(call.hidden_states)
 
 
+@producer_fault("OUT-1", "finalized", smallest="one rank")
+def finalizes_zeros_on_one_rank(output: Tensor, call: Call) -> Tensor:
+    """Without a reduction to fuse with, the output was never written."""
+    return torch.zeros_like(output) if call.config.tp_size == 1 else output
+
+
 @producer_fault("OUT-1", "call", smallest="llama4, T=1")
 def weighted_input_weighted_at_the_output(call: Call) -> Any:
     """Routing that weights the expert's input weights its output instead."""
