@@ -113,7 +113,7 @@ def tests_wheel(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def faults(session: nox.Session) -> None:
-    """Run the suite on planted faults and correct variants; arguments after `--` are passed on, such as `--clause ID`."""
+    """Run the suite on planted faults and correct variants, or with `-- --clause ID` on some."""
     run_command(session, "faults", *session.posargs)
 
 
@@ -137,7 +137,7 @@ def false_alarms(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mutation(session: nox.Session) -> None:
-    """Weaken or negate the suite's own checks one by one and report which nobody notices; takes hours: `-- --every 20`."""
+    """Weaken or negate the suite's own checks one by one, report who notices; takes hours: `-- --every 20`."""
     install(session, "-e", ".[test]")
     tests = [str(ROOT / folder / "tests") for folder in ("contract",)]
     tests.append(str(ROOT / "conformance" / "tests" / "test_judging.py"))

@@ -20,10 +20,11 @@ HEADER = """# Planted faults
 <!-- Generated from the JSON of a run; change faults/document.py, not this file:
 moe-conformance faults --json faults.json && python -m moe_conformance.faults.document faults.json docs/faults.md -->
 
-A suite is worth what it would catch. `moe-conformance faults` runs this one on backends that are wrong in one way each, and on
-unusual ones that are right. A fault is *killed* when the report of its run begins with the clause that it breaks, *killed by
-other* when it begins with another clause, and has *survived* when nothing failed in the smoke profile, nor in core after it.
-The command ends with exit status 0 only where every fault that can run is killed and nothing right is blamed.
+A suite is worth what it would catch. `moe-conformance faults` runs this one on backends that are wrong in one way
+each, and on unusual ones that are right. A fault is *killed* when the report of its run begins with the clause that
+it breaks, *killed by other* when it begins with another clause, and has *survived* when nothing failed in the smoke
+profile, nor in core after it. The command ends with exit status 0 only where every fault that can run is killed and
+nothing right is blamed.
 
 ```
 moe-conformance faults                        all faults and all correct variants
@@ -35,10 +36,10 @@ moe-conformance list faults                   every fault with its sentence
 """
 HOW_TO = '''## From a bug report to a fault
 
-Faults are files of one family each in `moe_conformance/faults/families`; a file that is put there is found. A wrong consumer
-is the correct `PlainTail` with one of its steps replaced, a wrong producer a function of the correct one's output, call, layer
-or config, and a wrong engine takes the place of one of the contract's own functions. The name becomes the id, the docstring
-the sentence, `bugs` names the row of `known_bugs.py`:
+Faults are files of one family each in `moe_conformance/faults/families`; a file that is put there is found. A wrong
+consumer is the correct `PlainTail` with one of its steps replaced, a wrong producer a function of the correct one's
+output, call, layer or config, and a wrong engine takes the place of one of the contract's own functions. The name
+becomes the id, the docstring the sentence, `bugs` names the row of `known_bugs.py`:
 
 ```python
 @consumer_fault("MAP-4", bugs=("B08",), smallest="one slot of -1")
@@ -57,9 +58,9 @@ def weights_in_reverse_slot_order(output: UnfinalizedMoEOutput, call: Call) -> U
     return replace(output, expert_weights=output.expert_weights.flip(1))
 ```
 
-Then `moe-conformance faults --fault last-row-read`. Where it survives, or another clause is blamed: first make sure that the
-backend breaks its clause and nothing else. If it does, the suite is at fault; mend the kind of gap, never this one case, and
-never a bound.
+Then `moe-conformance faults --fault last-row-read`. Where it survives, or another clause is blamed: first make sure
+that the backend breaks its clause and nothing else. If it does, the suite is at fault; mend the kind of gap, never
+this one case, and never a bound.
 '''
 
 
@@ -126,8 +127,8 @@ def _rules(report: MatrixReport) -> Iterator[str]:
     yield "\n".join([
         "## Acceptance rules in public use\n",
         f"The same {len(compared)} faults and {len(judged)} correct variants under rules that kernels' own tests have. "
-        "Each compares one result of one ordinary batch, residual and norm, with that of the correct backend: a rule that is "
-        "given no case that shows a fault cannot notice it, which is what a suite adds to a rule.\n",
+        "Each compares one result of one ordinary batch, residual and norm, with that of the correct backend: a rule "
+        "that is given no case that shows a fault cannot notice it, which is what a suite adds to a rule.\n",
         *head, *rows,
     ])  # fmt: skip
 

@@ -73,8 +73,8 @@ def run_fault(fault: Fault, *, quick: bool = False, escalate: bool = True) -> Fa
     nothing of it notices goes on to the core profile, if ``escalate``, where the first failure ends the search.
     """
     started = time.perf_counter()
-    fields = {"id": fault.id, "clause": fault.clause, "side": fault.side, "family": fault.family, "what": fault.what,
-              "bugs": fault.bugs}  # fmt: skip
+    said = ("id", "clause", "side", "family", "what", "bugs")
+    fields: dict[str, Any] = {name: getattr(fault, name) for name in said}
     if fault.needs == "cuda" and not torch.cuda.is_available():
         return FaultResult(**fields, verdict="not-runnable", reason="needs a CUDA device")
     results: list[CaseResult] = []

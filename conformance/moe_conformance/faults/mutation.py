@@ -1,7 +1,7 @@
 """Mutation of the suite's own checks: each predicate and bound weakened or negated in turn; does anything notice?
 
-``python -m moe_conformance.faults.mutation [--every N] [--only FILE] [--json FILE]``. A mutant that no fault, no correct
-variant and no self-test notices is a check that may as well not be there.
+``python -m moe_conformance.faults.mutation [--every N] [--only FILE] [--json FILE]``. A mutant that no fault, no
+correct variant and no self-test notices is a check that may as well not be there.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases import LayerCase, Stratum, TailCase
 from moe_conformance.faults.bases import base_consumer, base_producer
 from moe_conformance.faults.model import Fault, Planted, Variant
 from moe_conformance.faults.results import RuleResult
@@ -22,13 +23,14 @@ from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_part
 from moe_conformance.oracle import residual_truth
 from moe_conformance.subjects.tail import fresh_copy
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
-from moe_contract import Consumer, MoEConfig, MoEOutput, Producer, TailCapacity
+from moe_contract import Consumer, MoEConfig, MoEOutput, Producer, RoutingMethod, TailCapacity
 
 TIMEOUT_S = 10.0
 SMALL = 0.02
 """Factor of the small data, the usual scale of initialised weights."""
 SCALES = (1.0, SMALL)
-SHAPE = {"tokens": 33, "top_k": 8, "ranks": 2, "dtype": "bfloat16"}
+TOP_K, RANKS = 8, 2
+SHAPE: dict[str, Any] = {"tokens": 33, "top_k": TOP_K, "ranks": RANKS, "dtype": "bfloat16"}
 """A batch of ordinary size, large enough for ratios of matching elements to mean something."""
 
 
@@ -122,7 +124,7 @@ def _compared(got: list[Result], inputs: TailInputs) -> Iterator[Compared]:
 
 @cache
 def _tail_inputs(scale: float) -> TailInputs:
-    stratum = "normal" if scale == 1.0 else "small"
+    stratum: Stratum = "normal" if scale == 1.0 else "small"
     case = TailCase(**SHAPE, hidden_size=1024, stratum=stratum, absent="quarter", scale=2.5, shared=True,
                     norm_weight="random")  # fmt: skip
     return make_tail_inputs(case)
@@ -134,8 +136,17 @@ def _layer(planted: Planted, scale: float) -> Iterator[Compared]:
     yield from _compared(_finish(base_consumer(), handed), _right_layer(scale))
 
 
-LAYER = LayerCase(**{**SHAPE, "tokens": 17}, hidden_size=512, num_experts=16, intermediate_size=32, ep=2,
-                  method="deepseek-v3", scale=2.5, shared_intermediate_size=32, biases=False)  # fmt: skip
+LAYER = LayerCase(
+    **{**SHAPE, "tokens": 17},
+    hidden_size=512,
+    num_experts=16,
+    intermediate_size=32,
+    ep=2,
+    method=RoutingMethod.DEEPSEEK_V3,
+    scale=2.5,
+    shared_intermediate_size=32,
+)
+"""A layer with a shared expert, a scale and two expert-parallel halves."""
 
 
 @cache
@@ -156,7 +167,7 @@ def _hand_over(producer: Producer, inputs: LayerInputs) -> TailInputs:
     config = MoEConfig(defer_moe_finalize=True, tp_size=LAYER.ranks, ep_size=LAYER.ep)
 
     def one_rank(group: ThreadRankGroup) -> MoEOutput:
-        forward = engine.MoEForward(producer, parts[group.rank], config, group)
+        forward = engine.MoEForward(producer, parts[group.rank], config, group)  # type: ignore[attr-defined]  # not exported
         logits = inputs.router_logits
         assert isinstance(logits, Tensor)
         output = forward(inputs.hidden_states.clone(), logits.clone())
@@ -169,8 +180,7 @@ def _hand_over(producer: Producer, inputs: LayerInputs) -> TailInputs:
 
 def _finish(consumer: Consumer, inputs: TailInputs) -> list[Result]:
     tokens, hidden = inputs.residual.shape
-    top_k = int(SHAPE["top_k"])  # type: ignore[call-overload]  # an integer among strings
-    capacity = TailCapacity(tokens, hidden, top_k, torch.bfloat16)
+    capacity = TailCapacity(tokens, hidden, TOP_K, torch.bfloat16)
 
     def one_rank(group: ThreadRankGroup) -> tuple[Tensor, Tensor]:
         own = fresh_copy(inputs, group.rank, "cpu")

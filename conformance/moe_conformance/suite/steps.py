@@ -192,6 +192,14 @@ def require_refused_or_right(tail: TailSubject, handed: TailInputs, truth: TailI
         raise ClauseBrokenError(blamed, error.headroom) from error
 
 
+def blamed_on(error: ClauseBrokenError, clause: str, why: str) -> ClauseBrokenError:
+    """The same failure blamed on ``clause``, with ``why`` before what was known of it."""
+    first = error.violations[0]
+    hint = f"{why} ({first.hint})" if first.hint else why
+    return ClauseBrokenError([first.model_copy(update={"clause": clause, "hint": hint}), *error.violations[1:]],
+                             error.headroom)  # fmt: skip
+
+
 def require_refused(tail: TailSubject, handed: TailInputs, what: str) -> None:
     """Inputs that break the contract are refused with a message."""
     if refusal(lambda: tail.run(handed)) is None:

@@ -12,7 +12,7 @@ from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run
 from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, judged_errors, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same
+from moe_conformance.suite.steps import blamed_on, require_same
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import MoEOutput, PeerTimeoutError, TailOutput, Violation
@@ -201,11 +201,8 @@ def judge_calls(tail: TailSubject, calls: list[TailInputs], results: list[list[T
             tail.judge_residual(outputs, inputs, controls=False)
         except ClauseBrokenError as error:
             tail.judge_residual(tail.run(inputs), inputs, controls=False)
-            first = error.violations[0]
-            said = f" ({first.hint})" if first.hint else ""
-            hint = f"call {number} of {len(calls)} is wrong, and right when it is the only one{said}"
-            blamed = first.model_copy(update={"clause": "RED-5", "hint": hint})
-            raise ClauseBrokenError([blamed, *error.violations[1:]], error.headroom) from error
+            why = f"call {number} of {len(calls)} is wrong, and right when it is the only one"
+            raise blamed_on(error, "RED-5", why) from error
 
 
 def _ladder(tail: TailSubject) -> list[TailInputs]:

@@ -93,7 +93,8 @@ class ScaleOnEachWeight(PlainTail):
 
     def weights(self, routed: Output) -> Tensor:
         """Scaled."""
-        return super().weights(routed) * self.kept["factor"]
+        factor: float = self.kept["factor"]
+        return super().weights(routed) * factor
 
     def scale(self, routed: Tensor, factor: float) -> Tensor:
         """What the weights do not hold yet."""

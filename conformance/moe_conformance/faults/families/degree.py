@@ -64,7 +64,8 @@ class ScaleOfTheFirstCall(PlainTail):
     def weights(self, routed: UnfinalizedMoEOutput) -> Tensor:
         """The first call's of this shape."""
         weights = super().weights(routed)
-        return self.kept.setdefault(tuple(weights.shape), weights)
+        first: Tensor = self.kept.setdefault(str(weights.shape), weights)
+        return first
 
 
 @consumer_fault("RED-5", smallest="a call after one of no tokens")
@@ -118,7 +119,7 @@ def second_call_hands_over_the_first(output: Any, call: Call) -> Any:
     """A loaded producer's second call with a batch of the same size returns the first one's rows."""
     if isinstance(output, Tensor):
         return output
-    first = call.kept.setdefault(tuple(output.expert_weights.shape), output)
+    first = call.kept.setdefault(str(output.expert_weights.shape), output)
     same = first.gemm2_permuted.shape == output.gemm2_permuted.shape
     return replace(output, gemm2_permuted=first.gemm2_permuted.clone()) if same else output
 

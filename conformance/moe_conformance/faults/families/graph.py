@@ -34,9 +34,10 @@ class FrozenAtCapture(PlainTail):
     def add_residual(self, total: Tensor, residual: Tensor) -> Tensor:
         """The captured residual, kept."""
         if torch.cuda.is_current_stream_capturing():
-            return self.kept["first"].clone()
-        self.kept["first"] = super().add_residual(total, residual)
-        return self.kept["first"]
+            frozen: Tensor = self.kept["first"].clone()
+            return frozen
+        fresh = self.kept["first"] = super().add_residual(total, residual)
+        return fresh
 
 
 class _Compilable(PlainTail):

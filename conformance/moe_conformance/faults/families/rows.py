@@ -168,7 +168,8 @@ class MeanOverThePaddedWidth(_TakesWideRows):
 
     def mean_square(self, x: Tensor) -> Tensor:
         """Over the padded width."""
-        return x.float().square().sum(-1, keepdim=True) / self.kept.get("width", x.shape[1])
+        width: int = self.kept.get("width", x.shape[1])
+        return x.float().square().sum(-1, keepdim=True) / width
 
 
 @consumer_fault("ROWS-5", bugs=("B98",), smallest="P above the bucket")

@@ -92,7 +92,8 @@ class EverythingScaled(PlainTail):
 
     def add_residual(self, total: Tensor, residual: Tensor) -> Tensor:
         """Now, over all of it."""
-        return ((total + residual.float()) * self.kept["factor"]).to(residual.dtype)
+        factor: float = self.kept["factor"]
+        return ((total + residual.float()) * factor).to(residual.dtype)
 
 
 @consumer_fault("SCALE-2", smallest="a finalized tensor with a shared output")
