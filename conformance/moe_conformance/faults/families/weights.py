@@ -39,7 +39,7 @@ def weights_sorted_without_the_map(output: Output, call: Call) -> Output:
 
 
 @producer_fault("WGT-1", smallest="T=2 K=2")
-def weights_of_the_next_token(output: Output, call: Call) -> Output:
+def weights_of_the_token_before(output: Output, call: Call) -> Output:
     """The weights are one token further than the map."""
     return replace(output, expert_weights=output.expert_weights.roll(1, 0))
 
