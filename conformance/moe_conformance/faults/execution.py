@@ -77,12 +77,13 @@ def run_fault(fault: Fault, *, quick: bool = False, escalate: bool = True) -> Fa
     fields: dict[str, Any] = {name: getattr(fault, name) for name in said}
     if fault.needs == "cuda" and not torch.cuda.is_available():
         return FaultResult(**fields, verdict="not-runnable", reason="needs a CUDA device")
+    device = fault.needs or "cpu"
     results: list[CaseResult] = []
     profile = ESCALATION[0]
     with fault.plant().applied():
         for profile in ESCALATION if escalate else ESCALATION[:1]:
             stop = quick or profile != ESCALATION[0]
-            for result in _run(fault.plant(), _ordered(jobs(profile, KINDS[fault.side]), fault.clause)):
+            for result in _run(fault.plant(), _ordered(jobs(profile, KINDS[fault.side]), fault.clause), device):
                 results.append(result)
                 if stop and counts(result):
                     break
@@ -121,13 +122,13 @@ def _ordered(found: Sequence[Job], clause: str) -> list[Job]:
     return sorted(found, key=lambda job: job.clause != clause)
 
 
-def _run(planted: Planted, found: Sequence[Job]) -> Iterator[CaseResult]:
+def _run(planted: Planted, found: Sequence[Job], device: str = "cpu") -> Iterator[CaseResult]:
     producer: Producer = planted.producer or base_producer(PARTNER)
     consumer: Consumer = planted.consumer or base_consumer(PARTNER)
-    tests = suite_tests()
+    tests, settings = suite_tests(), Settings(device, TIMEOUT_S)
     for job in found:
         sides = (producer if job.kind != "consumer" else None, consumer if job.kind != "producer" else None)
-        result = run_case(tests[job.test], job.case, *sides, settings=Settings(timeout_s=TIMEOUT_S))
+        result = run_case(tests[job.test], job.case, *sides, settings=settings)
         yield result.model_copy(update={"test": job.test})
 
 

@@ -103,15 +103,15 @@ def _apply(node: ast.AST, change: str) -> None:
             node.value = ast.BinOp(node.value, ast.Mult(), ast.Constant(factor))
 
 
-def notice(mutant: Mutant, folder: Path, tests: tuple[str, ...]) -> str:
-    """What notices the mutant, in one line; empty where nothing does."""
+def notice(mutant: Mutant, folder: Path, baseline: str, tests: tuple[str, ...]) -> str:
+    """What notices the mutant, in one line; empty where nothing does. ``baseline``: what goes well without it."""
     for package, root in ROOTS.items():
         _mirror(root, folder / package, skip=mutant.file if package == mutant.package else "")
     (folder / mutant.package / mutant.file).write_text(mutant.source, encoding="utf-8")
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     commands = {
-        "faults": [sys.executable, "-m", "moe_conformance.faults.mutation", "--probe"],
+        "faults": [sys.executable, "-m", "moe_conformance.faults.mutation", "--probe", baseline],
         "tests": [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
     }
     for name, command in commands.items():
@@ -143,14 +143,24 @@ def _mirror(root: Path, target: Path, skip: str) -> None:
         (target / entry.name).symlink_to(entry)
 
 
-def probe() -> int:
-    """Every fault until its own clause's first failure, then the correct variants; 1 at the first that goes wrong."""
+def killed_at_once() -> list[str]:
+    """The faults that their own clause's smoke cases kill: the others need larger cases, or more of them."""
+    from moe_conformance.faults.catalogue import faults
+    from moe_conformance.faults.execution import run_fault
+
+    results = {name: run_fault(fault, quick=True, escalate=False) for name, fault in faults().items()}
+    return [name for name, result in results.items() if result.verdict == "killed"]
+
+
+def probe(baseline: list[str]) -> int:
+    """Every fault of the baseline until its first failure, then the correct variants; 1 where one goes wrong."""
     from moe_conformance.faults.catalogue import faults, variants
     from moe_conformance.faults.execution import run_fault, run_variant
 
-    for fault in faults().values():
+    for name in baseline:
+        fault = faults()[name]
         result = run_fault(fault, quick=True, escalate=False)
-        if result.verdict not in ("killed", "not-runnable"):
+        if result.verdict != "killed":
             print(f"{result.verdict}: {fault.id} ({fault.clause})")
             return 1
     for variant in variants().values():
@@ -163,7 +173,7 @@ def probe() -> int:
 def main(arguments: list[str]) -> int:
     """Runs the mutants and prints the kill rate and every survivor; 0 whatever it is, since survivors are explained."""
     parser = argparse.ArgumentParser(prog="moe_conformance.faults.mutation", description=__doc__)
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th mutant")
     parser.add_argument("--only", default="", metavar="FILE", help="only mutants of files that end so")
     parser.add_argument("--tests", nargs="*", default=[], metavar="PATH", help="self-tests that may notice, too")
@@ -171,17 +181,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-n", type=int, default=os.cpu_count() or 1, metavar="WORKERS", help="mutants at a time")
     options = parser.parse_args(arguments)
     if options.probe:
-        return probe()
+        return probe(json.loads(Path(options.probe).read_text(encoding="utf-8")))
+    handle, baseline = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    known = killed_at_once()
+    Path(baseline).write_text(json.dumps(known), encoding="utf-8")
+    print(f"{len(known)} faults are killed by their clause's smoke cases; each mutant has to leave that so", flush=True)
     chosen = [m for target in TARGETS if target[1].endswith(options.only) for m in mutants(*target)][:: options.every]
 
     def one(mutant: Mutant) -> str:
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            noticed = notice(mutant, Path(folder), tuple(options.tests))
+            noticed = notice(mutant, Path(folder), baseline, tuple(options.tests))
         print(f"{'killed' if noticed else 'SURVIVED':8}  {mutant.place}  {mutant.change}  {noticed}", flush=True)
         return noticed
 
     with ThreadPoolExecutor(options.n) as pool:
         found = list(pool.map(one, chosen))
+    Path(baseline).unlink()
     by_file = Counter(mutant.file for mutant, noticed in zip(chosen, found, strict=True) if not noticed)
     killed = sum(map(bool, found))
     print(f"{killed} of {len(found)} mutants killed; survivors by file: {dict(by_file)}")
