@@ -15,7 +15,7 @@ from moe_contract import MoEConfig, MoELayer, ProducerDeclaration
 
 Where = Literal["deferred", "finalized", "any", "call", "layer", "config", "load"]
 """What the delta is handed and changes: the unfinalized output, the finalized one, either; the whole call; the layer or
-the config before it is loaded; or everything, with no correct producer behind it."""
+the config before it is loaded; or everything: the delta is the whole of ``load``."""
 Delta = Callable[..., Any]
 
 
@@ -57,7 +57,7 @@ class DeltaProducer:
     def load(self, layer: MoELayer, config: MoEConfig) -> Callable[..., Any]:
         """The base's, behind the delta."""
         if self.where == "load":
-            return lambda hidden_states, router_logits: self.delta(layer, hidden_states)
+            return self.delta(layer, config)  # type: ignore[no-any-return]  # what the fault loads
         given = self.delta(layer) if self.where == "layer" else layer
         seen = self.delta(config) if self.where == "config" else config
         loaded, kept = base_producer(self.base).load(given, seen), {"calls": 0}

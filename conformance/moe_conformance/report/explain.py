@@ -81,7 +81,11 @@ def _common_feature(results: tuple[CaseResult, ...], broken: set[tuple[str, str]
 def _is_undiagnosed(case: CaseResult) -> bool:
     """A wrong residual or row of which nothing more is known: it is blamed on whatever its test is about."""
     first = case.violations[0] if case.violations else None
-    return first is not None and first.field in UNNAMED and not first.hint and first.clause == case.clause
+    if first is None or first.hint:
+        return False
+    if first.field == "norm_out":  # wherever it is judged, it is NORM-1's at first
+        return first.clause == "NORM-1"
+    return first.field in UNNAMED and first.clause == case.clause
 
 
 def _explained(case: CaseResult, broken: set[tuple[str, str]], common: dict[str, str]) -> CaseResult:

@@ -41,6 +41,7 @@ def deferred(layer: LayerSubject) -> list[RoutedOutput]:
     """Every rank's output with deferral on; all must be pending, unless the method is declared never to defer."""
     layer.require_support(deferral=True)
     outputs = layer.run()
+    layer.require_form(outputs, layer.config())  # what is neither form is OUT-1's, not a question of when to defer
     for rank, output in enumerate(outputs):
         if not is_unfinalized(output):
             raise ClauseBrokenError([finalized_too_soon(output, rank)])

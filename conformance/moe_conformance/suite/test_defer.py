@@ -86,7 +86,9 @@ def test_flag_is_read_at_the_call(layer: LayerSubject) -> None:
 def test_deferral_is_as_declared(layer: LayerSubject) -> None:
     """What the declaration says of deferral is what happens: a kernel that cannot defer ignores the flag."""
     layer.require_support()
-    for rank, output in enumerate(layer.run()):
+    outputs = layer.run()
+    layer.require_form(outputs, layer.config())
+    for rank, output in enumerate(outputs):
         if is_unfinalized(output) != layer.defers:
             got = "unfinalized" if is_unfinalized(output) else "finalized"
             verb = "defers" if layer.defers else "never defers"

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.faults import delta_producer, plain_tail
+from moe_conformance.faults.bases import base_producer
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import (
+    MoEConfig,
     MoELayer,
     MoEOutput,
     RankGroup,
@@ -152,8 +154,12 @@ class RefusesWithoutAReason(_OnAnyDevice):
 
 
 @producer_fault("CAP-2", "load", smallest="torch's meta device")
-def layer_on_no_device_is_run(layer: MoELayer, hidden_states: Tensor) -> Tensor:
+def layer_on_no_device_is_run(layer: MoELayer, config: MoEConfig) -> Any:
     """A layer on a device that nothing was built for is loaded and run, and its output is memory that nobody wrote."""
     if not layer.experts.up.is_meta:
-        raise UnsupportedError("CAP-2: built for another device")
-    return torch.empty_like(hidden_states)
+        return base_producer().load(layer, config)
+
+    def run(hidden_states: Tensor, router_logits: Any) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+    return run
