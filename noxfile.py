@@ -111,6 +111,40 @@ def tests_wheel(session: nox.Session) -> None:
     run_tests(session)
 
 
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Run the suite on planted faults and correct variants, or with `-- --clause ID` on some."""
+    run_command(session, "faults", *session.posargs)
+
+
+@nox.session(default=False)
+def faults_page(session: nox.Session) -> None:
+    """Run all planted faults and write docs/faults.md from what was found."""
+    install(session, "-e", ".")
+    file = str(Path(session.create_tmp()) / "faults.json")
+    session.run("moe-conformance", "faults", "--json", file, *session.posargs, success_codes=[0, 1])
+    session.run("python", "-m", "moe_conformance.faults.document", file, str(ROOT / "docs" / "faults.md"))
+
+
+@nox.session(default=False)
+def false_alarms(session: nox.Session) -> None:
+    """Judge 20,000 random legal cases of correct backends, for a nightly run; one false alarm fails."""
+    install(session, "-e", ".[test]")
+    environment = {"MOE_CONFORMANCE_RANDOM_CASES": "20000", "OMP_NUM_THREADS": "1"}
+    tests = str(ROOT / "conformance" / "tests" / "test_no_false_alarms.py")
+    session.run("pytest", "-n", "auto", tests, *session.posargs, env=environment)
+
+
+@nox.session(default=False)
+def mutation(session: nox.Session) -> None:
+    """Weaken or negate the suite's own checks one by one, report who notices; takes hours: `-- --every 20`."""
+    install(session, "-e", ".[test]")
+    tests = [str(ROOT / folder / "tests") for folder in ("contract",)]
+    tests.append(str(ROOT / "conformance" / "tests" / "test_judging.py"))
+    tests.append(str(ROOT / "conformance" / "tests" / "test_bounds.py"))
+    session.run("python", "-m", "moe_conformance.faults.mutation", *session.posargs, "--tests", *tests)
+
+
 def run_command(session: nox.Session, *arguments: str) -> None:
     """Runs the project's command from the checkout: installed in the session, or as it lies with `nox --no-venv`."""
     if session.venv_backend == "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,12 +89,32 @@ def _rounding(inputs: TailInputs, got: Tensor, place: Place) -> Cause | None:
     bound of its own, has nothing to round, so there the error is of another kind."""
     if not place.bound:
         return None
+    rounded = _with_rounded_weights(inputs)
+    if rounded is not None and judge(got, residual_truth(rounded, _AS_C), exact=False).accepted:
+        name = str(got.dtype).removeprefix("torch.")
+        return Cause("WGT-2", f"float32 weights were rounded to {name} before use")
     for profile in (RoundingProfile.LOCAL_FP32, RoundingProfile.STEP_ROUNDED):
         declared = ConsumerDeclaration(name="looser", version="", profile=profile)
         if judge(got, residual_truth(inputs, declared), exact=False).accepted:
             where = f"within the bound of profile {profile.value}"
             return Cause("NUM-1", f"{where}: the result is rounded at more places than declared")
     return None
+
+
+_AS_C = ConsumerDeclaration(name="tightest", version="", profile=RoundingProfile.FP32)
+"""The profile with the fewest roundings, which leaves nothing else to explain an error with."""
+
+
+def _with_rounded_weights(inputs: TailInputs) -> TailInputs | None:
+    """The inputs with float32 weights rounded to the activation dtype; None where none are float32."""
+    outputs = []
+    for output in inputs.outputs:
+        routed = output.routed
+        if isinstance(routed, Tensor) or routed.expert_weights.dtype != torch.float32:
+            return None
+        weights = routed.expert_weights.to(routed.gemm2_permuted.dtype)
+        outputs.append(replace(output, routed=replace(routed, expert_weights=weights)))
+    return inputs.with_outputs(outputs)
 
 
 def _rank_part(output: MoEOutput, token: int) -> _Rank:

@@ -55,9 +55,12 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 def _aligned(truth: RankTruth, rows: Tensor, present: Tensor, weights: Tensor, fits: Tensor) -> RankTruth:
     """The truth with its slots in the order the producer chose. The contract leaves the order within a token open.
 
-    A slot's expert is told by its row; absent slots, and tokens whose rows fit none, keep the oracle's order.
+    A slot's expert is told by its row, that of an absent slot by its weight; tokens whose slots fit none keep the
+    oracle's order.
     """
-    in_order = (present == truth.present) & (fits | ~present)
+    # Of an absent slot only its weight is seen, so only that can say which expert it is about.
+    weighted = bound_ratio(weights, truth.weights, truth.weight_bounds) <= 1.0
+    in_order = (present == truth.present) & torch.where(present, fits, weighted)
     tokens = (~in_order.all(1)).nonzero().reshape(-1).tolist()
     if not tokens:
         return truth
@@ -196,4 +199,17 @@ def _explain_weights(weights: Tensor, truth: RankTruth, routing: Routing, dtype:
             return "SCALE-3", f"the scale is folded into the weights of {method}, but the declaration says it is not"
         if _fits(weights, truth.weights / scale, truth.weight_bounds / scale, dtype):
             return "SCALE-3", f"the declaration says that {method} folds the scale into the weights, but it does not"
+    if moved := _moved(weights, truth, dtype):
+        return "WGT-1", moved
     return "WGT-3", "the bytes do not decode to the routing weight of this slot's expert"
+
+
+def _moved(weights: Tensor, truth: RankTruth, dtype: torch.dtype) -> str:
+    """In which other place the right weights stand; empty where they stand in none."""
+    order = truth.weights.sort(1)
+    if _fits(weights.sort(1).values, order.values, truth.weight_bounds.gather(1, order.indices), dtype):
+        return "each token's weights are right and stand in another order than its map entries"
+    for step, name in ((1, "before"), (-1, "after")):
+        if len(weights) > 1 and _fits(weights, truth.weights.roll(step, 0), truth.weight_bounds.roll(step, 0), dtype):
+            return f"the weights are those of the token {name}"
+    return ""

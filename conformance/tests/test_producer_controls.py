@@ -6,13 +6,12 @@ import pytest
 
 from moe_conformance.cases import LayerCase
 from moe_conformance.direct import run_case
+from moe_conformance.faults.catalogue import faults
 from moe_conformance.report.model import CaseResult
 from moe_conformance.suite import test_output
 from moe_conformance.verdicts import Verdict
 from moe_contract import Activation, Producer, RoutingMethod
 from moe_contract.discovery import load_producer
-
-from .wrong_producers import WRONG_PRODUCERS
 
 CASE = LayerCase(
     tokens=1, top_k=1, hidden_size=256, ranks=1, dtype="bfloat16", intermediate_size=32, num_experts=16,
@@ -31,5 +30,7 @@ def test_weight_on_the_output_is_told_from_one_on_the_input(ranks: int, dtype: s
     """Of one token, in either dtype and whatever the activation, where LLAMA4's weight was applied is seen."""
     case = CASE.model_copy(update={"ranks": ranks, "dtype": dtype, "activation": activation})
     assert _finalized(case, load_producer("reference")).verdict is Verdict.PASS
-    result = _finalized(case, WRONG_PRODUCERS["llama4-input-unweighted"][0])
+    wrong = faults()["weighted-input-weighted-at-the-output"].plant().producer
+    assert wrong is not None
+    result = _finalized(case, wrong)
     assert (result.verdict, result.blamed) == (Verdict.FAIL, "OUT-1")

@@ -88,7 +88,7 @@ def run(
 
 @app.command("list")
 def list_things(
-    what: Annotated[str, typer.Argument(metavar="backends|clauses|cases|profiles|models", help="what to list")],
+    what: Annotated[str, typer.Argument(metavar="backends|clauses|cases|profiles|models|faults", help="what to list")],
     producer: ProducerOption = None,
     consumer: ConsumerOption = None,
     profile: Annotated[str | None, PROFILE] = None,
@@ -97,9 +97,9 @@ def list_things(
     clause: ClauseOption = None,
     seed: Annotated[int | None, SEED] = None,
 ) -> None:
-    """List backends, clauses, cases, profiles or models; the options select cases as they do for run.
+    """List backends, clauses, cases, profiles, models or faults; the options select cases as they do for run.
 
-    Backends take --device alone; clauses, profiles and models take no option.
+    Backends take --device alone; clauses, profiles, models and faults take no option.
     """
     from moe_conformance.cli.listing import list_command
     from moe_conformance.cli.selection import Asked
@@ -155,6 +155,28 @@ def bench(
         tuple(consumer or ()), tokens, hidden, top_k, tp, dtype, mode, cache, json, plot, source, markdown, document
     )  # fmt: skip
     raise typer.Exit(bench_command(options))
+
+
+@app.command()
+def faults(
+    clause: ClauseOption = None,
+    fault: Annotated[Names | None, typer.Option("--fault", metavar="ID", help="only this fault; repeatable")] = None,
+    workers: Annotated[str, typer.Option("-n", metavar="WORKERS", help="processes; auto: one per core")] = "auto",
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the matrix there")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="stop each fault at its clause's first failure")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="the last line only")] = False,
+) -> None:
+    """Run the suite on planted faults and on correct variants: proof that it can fail, and blames no one wrongly.
+
+    Exit status: 0 every fault that can run here is killed by its own clause and nothing right is blamed, 1 otherwise,
+    2 wrong usage, 3 nothing ran.
+    """
+    from moe_conformance.cli.faults import faults_command
+
+    status = faults_command(
+        tuple(clause or ()), tuple(fault or ()), workers=workers, quick=quick, json=json, quiet=quiet
+    )  # fmt: skip
+    raise typer.Exit(status)
 
 
 @app.command()

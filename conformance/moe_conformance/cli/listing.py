@@ -30,6 +30,7 @@ def list_command(what: str, asked: Asked, given: Collection[str] = ()) -> None:
         "cases": _cases,
         "profiles": _profiles,
         "models": _models,
+        "faults": _faults,
     }
     if what not in lists:
         raise unknown("list", what, lists)
@@ -54,6 +55,14 @@ def _backends(asked: Asked) -> None:
         version = declared.version if declared else "-"
         state = f"cannot run here: {candidate.not_run_reason}" if candidate.not_run_reason else "can run here"
         _print_entry(f"{candidate.name:<{width}}  {candidate.side:<8}  {version:<8}  ", state)
+
+
+def _faults(asked: Asked) -> None:
+    from moe_conformance.faults.catalogue import faults
+
+    width = max(map(len, faults()))
+    for fault in faults().values():
+        _print_entry(f"{fault.id:<{width}}  {fault.clause:<8}  {fault.side:<8}  ", fault.what)
 
 
 def _clauses(asked: Asked) -> None:

@@ -183,6 +183,18 @@ class LayerSubject:
         self.headroom = max(self.headroom or 0.0, headroom)
 
 
+Batch = tuple[Tensor, Tensor | PrecomputedRouting]
+
+
+def of_tokens(batch: Batch, tokens: Tensor) -> Batch:
+    """The batch of these tokens, in this order: ``tokens`` are int64 indices on the CPU."""
+    hidden, routing = batch
+    chosen = tokens.to(hidden.device)
+    if isinstance(routing, PrecomputedRouting):
+        return hidden[chosen], PrecomputedRouting(routing.ids[chosen], routing.weights[chosen])
+    return hidden[chosen], routing[chosen]
+
+
 def on_device(part: MoELayer, device: str) -> MoELayer:
     """A rank's part on ``device``."""
     if device == "cpu":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.cases import TailCase
 from moe_conformance.controls import require_controls_rejected
-from moe_conformance.diagnosis import diagnose
+from moe_conformance.diagnosis import Cause, diagnose
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judge import Judgement, judge, same_bits
 from moe_conformance.oracle import Truth, norm_truth, residual_truth
@@ -112,8 +112,10 @@ class TailSubject:
                 continue
             judgement = self._record(judge(output.residual_out, truth, exact=self.exact))
             if not judgement.accepted:
+                others = [other.residual_out for other in outputs if other is not output]
+                elsewhere = any(judge(other, truth, exact=self.exact).accepted for other in others)
                 raise ClauseBrokenError(
-                    [self._residual_violation(inputs, output, truth, judgement, rank)], judgement.headroom
+                    [self._residual_violation(inputs, output, truth, judgement, rank, elsewhere)], judgement.headroom
                 )
 
     def judge_norm(self, outputs: list[TailOutput], inputs: TailInputs | None = None) -> None:
@@ -134,10 +136,18 @@ class TailSubject:
         return judgement
 
     def _residual_violation(
-        self, inputs: TailInputs, output: TailOutput, truth: Truth, judgement: Judgement, rank: int
+        self,
+        inputs: TailInputs,
+        output: TailOutput,
+        truth: Truth,
+        judgement: Judgement,
+        rank: int,
+        right_elsewhere: bool,
     ) -> Violation:
         assert judgement.worst is not None
         cause = diagnose(inputs, output.residual_out, truth, judgement.worst, rank)
+        if right_elsewhere and (cause is None or cause.clause == "NUM-1"):
+            cause = Cause("RED-2", "another rank's result is right: the ranks end with different bits")
         clause = cause.clause if cause else self.clause
         return violation(clause, "residual_out", judgement, rank, cause.sentence if cause else "")
 

@@ -41,6 +41,7 @@ def deferred(layer: LayerSubject) -> list[RoutedOutput]:
     """Every rank's output with deferral on; all must be pending, unless the method is declared never to defer."""
     layer.require_support(deferral=True)
     outputs = layer.run()
+    layer.require_form(outputs, layer.config())  # what is neither form is OUT-1's, not a question of when to defer
     for rank, output in enumerate(outputs):
         if not is_unfinalized(output):
             raise ClauseBrokenError([finalized_too_soon(output, rank)])
@@ -55,11 +56,17 @@ def finalized_too_soon(output: object, rank: int) -> Violation:
     )
 
 
-def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput]) -> None:
-    """The contract's checks, then rows and weights of every rank against their bounds."""
+def judge_rows(layer: LayerSubject, outputs: Sequence[RoutedOutput], *, tokens: Tensor | None = None) -> None:
+    """The contract's checks, then rows and weights of every rank against their bounds.
+
+    ``tokens``: the order in which the call had the case's tokens; None for their own.
+    """
     layer.require_contract(outputs)
     for rank, output in enumerate(outputs):
-        judgement = judge_rank(_pending(output), _rows_truth(layer, rank), rank, layer.clause, layer.parts[rank])
+        pending = _pending(output)
+        if tokens is not None:
+            pending = _in_order(pending, tokens.argsort())
+        judgement = judge_rank(pending, _rows_truth(layer, rank), rank, layer.clause, layer.parts[rank])
         layer.record(judgement.headroom)
         if judgement.violation is not None:
             raise ClauseBrokenError([judgement.violation], judgement.headroom)
@@ -99,6 +106,13 @@ def _rows_truth(layer: LayerSubject, rank: int) -> RankTruth:
         return truth
     rows = truth.rows.to(layer.parts[rank].dtype).double()
     return replace(truth, rows=rows, row_bounds=rows.new_zeros(rows.shape))
+
+
+def _in_order(output: UnfinalizedMoEOutput, tokens: Tensor) -> UnfinalizedMoEOutput:
+    """The same rows seen by tokens in another order."""
+    chosen = tokens.to(output.expert_weights.device)
+    weights, index = output.expert_weights[chosen], output.expanded_idx_to_permuted_idx[chosen]
+    return replace(output, expert_weights=weights, expanded_idx_to_permuted_idx=index)
 
 
 def _pending(output: RoutedOutput) -> UnfinalizedMoEOutput:
@@ -169,8 +183,22 @@ def _message(error: BaseException) -> str:
 def require_refused_or_right(tail: TailSubject, handed: TailInputs, truth: TailInputs) -> None:
     """Inputs that break the contract are refused, or at least do no harm: the result is that of ``truth``."""
     results: list[list[TailOutput]] = []
-    if refusal(lambda: results.append(tail.run(handed))) is None:
+    if refusal(lambda: results.append(tail.run(handed))) is not None:
+        return
+    try:
         tail.judge(results[0], truth, controls=False)
+    except ClauseBrokenError as error:
+        # Whatever comes out wrong, what it was handed is the cause: on whole inputs other tests judge the same steps.
+        blamed = [violation.model_copy(update={"clause": tail.clause}) for violation in error.violations]
+        raise ClauseBrokenError(blamed, error.headroom) from error
+
+
+def blamed_on(error: ClauseBrokenError, clause: str, why: str) -> ClauseBrokenError:
+    """The same failure blamed on ``clause``, with ``why`` before what was known of it."""
+    first = error.violations[0]
+    hint = f"{why} ({first.hint})" if first.hint else why
+    return ClauseBrokenError([first.model_copy(update={"clause": clause, "hint": hint}), *error.violations[1:]],
+                             error.headroom)  # fmt: skip
 
 
 def require_refused(tail: TailSubject, handed: TailInputs, what: str) -> None:

@@ -17,6 +17,7 @@ from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import deferred, judge_rows, require_same, require_within
+from moe_conformance.support import tail_unsupported
 from moe_conformance.tail_data import move_output
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import (
@@ -86,7 +87,9 @@ def test_flag_is_read_at_the_call(layer: LayerSubject) -> None:
 def test_deferral_is_as_declared(layer: LayerSubject) -> None:
     """What the declaration says of deferral is what happens: a kernel that cannot defer ignores the flag."""
     layer.require_support()
-    for rank, output in enumerate(layer.run()):
+    outputs = layer.run()
+    layer.require_form(outputs, layer.config())
+    for rank, output in enumerate(outputs):
         if is_unfinalized(output) != layer.defers:
             got = "unfinalized" if is_unfinalized(output) else "finalized"
             verb = "defers" if layer.defers else "never defers"
@@ -112,6 +115,7 @@ def test_deferral_is_negotiated(pair: PairSubject) -> None:
             [Violation(clause="DEFER-4", field="routed", got=f"unfinalized: {pending}", expected=expected)]
         )
     if negotiated.deferred:
+        _require_readable(pair)
         pair.tail.run(inputs)
 
 
@@ -201,6 +205,16 @@ def test_pending_output_is_not_taken_for_a_tensor(layer: LayerSubject) -> None:
                 continue
         expected = "PendingOutputError that names moe_contract.complete"
         raise ClauseBrokenError([Violation(clause="DEFER-6", field=name, got="no clear error", expected=expected)])
+
+
+def _require_readable(pair: PairSubject) -> None:
+    """What deferral was granted for is what the consumer declares to read. Its norm weight was not asked about."""
+    declared, case = pair.consumer.declaration, pair.tail.case
+    readable = case.model_copy(update={"norm_weight_dtype": sorted(declared.norm_weight_dtypes)[0]})
+    reason = tail_unsupported(declared, readable, pair.settings.device)
+    if reason is not None:
+        found = Violation(clause="DEFER-4", field="routed", got="deferral granted", expected=f"denied: {reason}")
+        raise ClauseBrokenError([found])
 
 
 def _refused(call: Callable[[], object]) -> bool:

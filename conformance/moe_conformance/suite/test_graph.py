@@ -9,9 +9,9 @@ from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.marks import clause, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same
+from moe_conformance.suite.steps import blamed_on, require_same
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
-from moe_conformance.verdicts import UnsupportedCaseError
+from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import TailOutput
 
 REPLAYS = 3
@@ -80,7 +80,11 @@ def test_compiled_call_gives_the_same_numbers(tail: TailSubject) -> None:
         result: TailOutput = compiled(own.outputs[0], own.residual, own.norm_weight, eps=own.eps)
         return TailOutput(result.residual_out.cpu(), result.norm_out.cpu())
 
-    tail.judge(on_every_rank(tail.name, tail.settings, 1, one_rank))
+    try:
+        tail.judge(on_every_rank(tail.name, tail.settings, 1, one_rank))
+    except ClauseBrokenError as error:
+        tail.judge(tail.run())
+        raise blamed_on(error, "GRAPH-2", "wrong when compiled, and right when not") from error
 
 
 def copy_into(static: TailInputs, fresh: TailInputs) -> None:

@@ -13,7 +13,7 @@ from moe_conformance.cases import TailCase
 from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_refused, with_routed
+from moe_conformance.suite.steps import blamed_on, deferred, judge_rows, require_refused, with_routed
 from moe_conformance.tail_data import TailInputs
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import UnfinalizedMoEOutput
@@ -125,7 +125,13 @@ def test_every_route_is_on_exactly_one_expert_parallel_rank(layer: LayerSubject)
 def test_rows_beyond_two_to_31_elements_are_addressed(tail: TailSubject) -> None:
     """A row whose offset in elements passes 2^31 is read where it is."""
     far = with_routed(tail.inputs, lambda routed: _far_away(routed, tail.case))
-    tail.judge_residual(tail.run(far))
+    outputs = tail.run(far)
+    try:
+        tail.judge_residual(outputs)
+    except ClauseBrokenError as error:
+        tail.judge_residual(tail.run())
+        why = "right where the same rows begin at 0: an offset from 2^31 elements on wrapped in 32 bits"
+        raise blamed_on(error, "MAP-6", why) from error
 
 
 def _with_map(tail: TailSubject, change: Callable[[Tensor], Tensor]) -> TailInputs:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
-from moe_conformance.subjects.layer import LayerSubject
+from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.marks import clause, layers, pairs, several_ranks, several_tokens, tails
+from moe_conformance.subjects.calls import on_every_rank
+from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, of_tokens, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import deferred, judge_rows, require_identical, require_same
@@ -13,6 +16,8 @@ from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import Determinism, is_unfinalized
 
 EVERYTHING = {"shared": True, "scale": 2.5, "absent": "quarter", "norm_weight": "random"}
+MANY_SLOTS = {"tokens": 129, "top_k": 8, "hidden_size": 256}
+"""More than a thousand slots, and one token more than a power of two: for what is wrong in few places only."""
 REPEATS = 3
 """Runs of the same inputs that must agree."""
 
@@ -22,6 +27,7 @@ REPEATS = 3
     EVERYTHING,
     {**EVERYTHING, "stratum": "normal"},
     {**EVERYTHING, "stratum": "small", "scale": 2.827, "weight_bias": 1.0},
+    MANY_SLOTS,
     breadth="wide",
 )
 def test_tail_is_within_the_bound_of_its_profile(tail: TailSubject) -> None:
@@ -54,6 +60,25 @@ def test_tail_is_within_the_bound_where_rounding_shows(tail: TailSubject) -> Non
 def test_rows_are_within_the_bound_of_a_float32_kernel(layer: LayerSubject) -> None:
     """Every element of every row, and every weight, is within its derived bound."""
     judge_rows(layer, deferred(layer))
+
+
+@clause("NUM-1")
+@layers(where=lambda case: several_ranks(case) and several_tokens(case))
+def test_later_call_of_a_loaded_producer_is_right(layer: LayerSubject) -> None:
+    """Loaded once, a producer is right after a call with the same tokens in another order and one without any."""
+    layer.require_support(deferral=True)
+    judge_rows(layer, deferred(layer))
+
+    def one_rank(group: ThreadRankGroup) -> RoutedOutput:
+        loaded = layer.producer.load(on_device(layer.parts[group.rank], layer.settings.device), layer.config())
+        batch = layer.batch(layer.inputs)
+        loaded(*batch)
+        loaded(*of_tokens(batch, torch.arange(0)))
+        return loaded(*of_tokens(batch, backwards))
+
+    backwards = torch.arange(layer.case.tokens).flip(0)
+    outputs = on_every_rank(layer.name, layer.settings, layer.case.ranks, one_rank)
+    judge_rows(layer, outputs, tokens=backwards)
 
 
 @clause("NUM-1")

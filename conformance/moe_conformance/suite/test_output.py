@@ -26,6 +26,8 @@ from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
 )
 def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
     """A finalized output is this rank's weighted sum of its experts, whether or not the producer can defer."""
+    # Where the same call could have been deferred, a wrong value is a difference between the two paths.
+    blamed = "DEFER-5" if layer.defers and layer.case.ranks > 1 else "OUT-1"
     for defer in (False, True):
         config = layer.config(defer=defer)
         outputs = layer.run(config)
@@ -33,7 +35,7 @@ def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
         for rank, output in enumerate(outputs):
             if isinstance(output, Tensor):
                 value, bound = finalized_truth(layer.truth(rank), output.dtype)
-                require_within(output, value, bound, clause="OUT-1", field="routed", rank=rank, layer=layer)
+                require_within(output, value, bound, clause=blamed, field="routed", rank=rank, layer=layer)
 
 
 @clause("OUT-1")

@@ -12,10 +12,10 @@ from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run
 from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, judged_errors, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same
+from moe_conformance.suite.steps import blamed_on, require_same
 from moe_conformance.tail_data import TailInputs, make_tail_inputs
-from moe_conformance.verdicts import ClauseBrokenError
-from moe_contract import MoEOutput, PeerTimeoutError, Violation
+from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
+from moe_contract import MoEOutput, PeerTimeoutError, TailOutput, Violation
 from moe_contract.outputs import require_unfinalized
 
 PEER_TIMEOUT_S = 0.3
@@ -24,6 +24,8 @@ HANG_S = 10.0
 """When a wait that should have ended after PEER_TIMEOUT_S is called a hang: 30 times as long."""
 DELAY_S = 0.005
 """How much later one rank starts a call; long beside a call of a small case."""
+LARGE = 2.0**13
+"""Within float16, and its reciprocal too; the product of both sizes' ratio, 2^26, is more than float32's 2^24."""
 LADDER = (1, 4, 2, 7, 3, 1)
 """Numbers of tokens of calls back to back: up, down, and back to the smallest."""
 
@@ -48,6 +50,16 @@ def test_every_rank_ends_with_the_same_bits(tail: TailSubject) -> None:
     for rank, output in enumerate(outputs):
         require_same(outputs[0].residual_out, output.residual_out, "RED-2", "residual_out", "the rank", rank)
         require_same(outputs[0].norm_out, output.norm_out, "RED-2", "norm_out", "the rank", rank)
+
+
+@clause("RED-2")
+@tails({"stratum": "normal", "shared": True}, where=several_ranks)
+def test_ranks_are_added_in_the_same_order_everywhere(tail: TailSubject) -> None:
+    """One rank's part is so large that the order of additions shows in every bit of the others', once the residual
+    has taken it back: whatever the order is, it is the same on every rank."""
+    outputs = tail.run(_with_large_rank(tail.inputs))
+    for rank, output in enumerate(outputs):
+        require_same(outputs[0].residual_out, output.residual_out, "RED-2", "residual_out", "the rank", rank)
 
 
 @clause("RED-3")
@@ -86,8 +98,7 @@ def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject)
 def test_calls_back_to_back_with_other_sizes_stay_right(tail: TailSubject) -> None:
     """Calls with T going up and down, in one opened tail, are each judged on their own."""
     calls = _ladder(tail)
-    for inputs, outputs in zip(calls, tail.run_calls(calls), strict=True):
-        tail.judge_residual(outputs, inputs, controls=False)
+    judge_calls(tail, calls, tail.run_calls(calls))
 
 
 @clause("RED-5")
@@ -100,8 +111,19 @@ def test_a_delayed_rank_neither_misses_nor_reads_another_call(tail: TailSubject)
         if rank == call % tail.case.ranks:
             time.sleep(DELAY_S)
 
-    for inputs, outputs in zip(calls, tail.run_calls(calls, before), strict=True):
-        tail.judge_residual(outputs, inputs, controls=False)
+    judge_calls(tail, calls, tail.run_calls(calls, before))
+
+
+@clause("RED-5")
+@tails({"stratum": "lattice"})
+def test_a_call_after_one_without_tokens_stays_right(tail: TailSubject) -> None:
+    """A call of no tokens between two others, in one opened tail, leaves nothing behind."""
+    tail.require_support()
+    if not tail.declaration.accepts_finalized:
+        raise UnsupportedCaseError(f"{tail.name} takes no finalized tensor, which is the only form of an empty batch")
+    empty = make_tail_inputs(tail.case.model_copy(update={"tokens": 0, "form": "finalized"}))
+    calls = [tail.inputs, empty, make_tail_inputs(tail.case.model_copy(update={"seed": tail.case.seed + 1}))]
+    judge_calls(tail, calls, tail.run_calls(calls))
 
 
 @clause("RED-6")
@@ -143,6 +165,17 @@ def _outcome_without(missing: int, tail: TailSubject, one_rank: Callable[[Thread
     return "a result without the missing rank"
 
 
+def _with_large_rank(inputs: TailInputs) -> TailInputs:
+    """LARGE is the last rank's shared output, all else of a rank is below half a unit of it in float32."""
+    outputs = []
+    for rank, output in enumerate(inputs.outputs):
+        assert output.shared_output is not None
+        value = LARGE if rank == len(inputs.outputs) - 1 else 0.0
+        shared = torch.full_like(output.shared_output, value)
+        outputs.append(replace(output, shared_output=shared, routed_scaling_factor=1.0 / LARGE))
+    return replace(inputs.with_outputs(outputs), residual=torch.full_like(inputs.residual, -LARGE))
+
+
 def _with_odd_rank(inputs: TailInputs) -> TailInputs:
     """Rank 0 has only -1 slots; the last rank's rows are zero."""
     outputs = list(inputs.outputs)
@@ -159,6 +192,17 @@ def _changed(output: MoEOutput, *, index: int | None = None, rows: float | None 
     if rows is not None:
         routed = replace(routed, gemm2_permuted=torch.full_like(routed.gemm2_permuted, rows))
     return replace(output, routed=routed)
+
+
+def judge_calls(tail: TailSubject, calls: list[TailInputs], results: list[list[TailOutput]]) -> None:
+    """Judges calls back to back. One that is wrong there and right alone is wrong by what came before it."""
+    for number, (inputs, outputs) in enumerate(zip(calls, results, strict=True)):
+        try:
+            tail.judge_residual(outputs, inputs, controls=False)
+        except ClauseBrokenError as error:
+            tail.judge_residual(tail.run(inputs), inputs, controls=False)
+            why = f"call {number} of {len(calls)} is wrong, and right when it is the only one"
+            raise blamed_on(error, "RED-5", why) from error
 
 
 def _ladder(tail: TailSubject) -> list[TailInputs]:

@@ -7,6 +7,9 @@ from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.steps import deferred, judge_rows
+from moe_conformance.tail_data import TailInputs
+from moe_conformance.verdicts import ClauseBrokenError
+from moe_contract import Violation
 
 SCALED = 2.5
 """DeepSeek-V3's factor; applied twice it is 6.25, left out 1."""
@@ -37,8 +40,26 @@ def test_scale_is_applied_once_over_producer_and_consumer(pair: PairSubject) -> 
     pair.require_support()
     pair.layer.require_support(deferral=True)
     inputs = pair.hand_over()
+    _require_stated_once(pair, inputs)
     judge_rows(pair.layer, [output.routed for output in inputs.outputs])
     pair.tail.judge(pair.tail.run(inputs), inputs)
+
+
+def _require_stated_once(pair: PairSubject, inputs: TailInputs) -> None:
+    """What the producer did not fold, and no more, is stated to the finalizer."""
+    folded = pair.layer.declaration.folds(pair.case.method)
+    expected = 1.0 if folded else pair.case.scale
+    for rank, output in enumerate(inputs.outputs):
+        if output.routed_scaling_factor != expected:
+            what = "folded into the weights" if folded else "not folded into the weights"
+            found = Violation(
+                clause="SCALE-1",
+                field="routed_scaling_factor",
+                got=str(output.routed_scaling_factor),
+                expected=f"{expected}: the factor {pair.case.scale} is {what}",
+                rank=rank,
+            )
+            raise ClauseBrokenError([found])
 
 
 @clause("SCALE-2")
