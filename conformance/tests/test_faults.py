@@ -1,4 +1,5 @@
-"""The catalogue is complete, and every fault of it is killed by the clause that it breaks."""
+"""The catalogue is complete, and faults are killed by the clause that they break: here the first of each clause and two
+correct variants, all of them in ``moe-conformance faults`` (nox session faults)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def test_fault_is_described(fault: Fault) -> None:
     assert fault.what.endswith(".")
 
 
-@pytest.mark.parametrize("fault", faults().values(), ids=faults())
+FIRST_OF_CLAUSE = {fault.clause: fault for fault in reversed(faults().values())}
+"""One fault of each clause: enough to see the machinery work, in a tenth of the time of all."""
+
+
+@pytest.mark.parametrize("fault", FIRST_OF_CLAUSE.values(), ids=lambda fault: fault.id)
 def test_fault_is_killed_by_its_own_clause(fault: Fault) -> None:
     """What the report says first of a fault is the clause that it breaks."""
     result = run_fault(fault)
@@ -55,7 +60,7 @@ def test_fault_is_killed_by_its_own_clause(fault: Fault) -> None:
     assert result.verdict == "killed", (result.blamed_first, result.blamed, result.killer)
 
 
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", ["plain", "experts-in-reverse-order"])
 def test_correct_variant_is_blamed_for_nothing(name: str) -> None:
     """Another order, layout, tile or profile is no fault; every headroom is at most 1, and cases did run."""
     result = run_variant(variants()[name])

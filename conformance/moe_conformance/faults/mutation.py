@@ -107,6 +107,8 @@ def notice(mutant: Mutant, folder: Path, baseline: str, tests: tuple[str, ...]) 
     """What notices the mutant, in one line; empty where nothing does. ``baseline``: what goes well without it."""
     for package, root in ROOTS.items():
         _mirror(root, folder / package, skip=mutant.file if package == mutant.package else "")
+        if (beside := root.parent / "SPEC.md").exists():
+            (folder / beside.name).symlink_to(beside)  # a test compares the generated specification with it
     (folder / mutant.package / mutant.file).write_text(mutant.source, encoding="utf-8")
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -127,6 +129,12 @@ def notice(mutant: Mutant, folder: Path, baseline: str, tests: tuple[str, ...]) 
             lines = (run.stdout.strip() or run.stderr.strip() or "(nothing said)").splitlines()
             return f"{name}: {lines[-1][:200]}"
     return ""
+
+
+def _unchanged() -> Mutant:
+    """No mutant at all: the first target as it is."""
+    package, file = TARGETS[0]
+    return Mutant(package, file, 0, "none", (ROOTS[package] / file).read_text(encoding="utf-8"))
 
 
 def _mirror(root: Path, target: Path, skip: str) -> None:
@@ -171,7 +179,8 @@ def probe(baseline: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the mutants and prints the kill rate and every survivor; 0 whatever it is, since survivors are explained."""
+    """Runs the mutants and prints the kill rate and every survivor; 0 whatever it is, since survivors are
+    explained; 2 where something fails without a mutant."""
     parser = argparse.ArgumentParser(prog="moe_conformance.faults.mutation", description=__doc__)
     parser.add_argument("--probe", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th mutant")
@@ -187,6 +196,10 @@ def main(arguments: list[str]) -> int:
     known = killed_at_once()
     Path(baseline).write_text(json.dumps(known), encoding="utf-8")
     print(f"{len(known)} faults are killed by their clause's smoke cases; each mutant has to leave that so", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        if wrong := notice(_unchanged(), Path(folder), baseline, tuple(options.tests)):
+            print(f"something fails without a mutant, so nothing would be told by one: {wrong}", file=sys.stderr)
+            return 2
     chosen = [m for target in TARGETS if target[1].endswith(options.only) for m in mutants(*target)][:: options.every]
 
     def one(mutant: Mutant) -> str:
