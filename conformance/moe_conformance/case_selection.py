@@ -64,8 +64,8 @@ def _layer_cases(profile: Profile, test: ConformanceTest, ranks: tuple[int, ...]
 
 
 def _layer_axes(profile: Profile, test: ConformanceTest) -> Axes:
-    axes = (profile.few_layers or profile.few) if test.breadth == "few" else profile.wide
-    return axes.within(profile.layers)
+    few, wide = profile.few_layers or profile.few, profile.wide_layers or profile.wide
+    return (few if test.breadth == "few" else wide).within(profile.layers)
 
 
 def _rows(profile: Profile, axes: Axes, ranks: tuple[int, ...], variants: Sequence[Row]) -> list[Row]:

@@ -69,6 +69,8 @@ class Profile:
     about 0.1 s on one CPU core."""
     few_layers: Axes | None = None
     """The axes of layers in tests with few shapes, where they are not ``few``."""
+    wide_layers: Axes | None = None
+    """The same for ``wide``."""
     every_variant: bool = False
     """Every variant on every shape. Otherwise a variant is one more axis of the covering array: it meets every value
     of every other axis, but not every combination of two of them."""
@@ -96,8 +98,14 @@ CORE = Profile(
     few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 960), ranks=(1, 2, 4, 8, 16)),
     # 768: no power of two either, and a multiple of 256. Producers that pad to 128 or 256 finalize a layer of 960, so
     # that most of their cases would be about finalized outputs; a padded width is a variant of DEFER-3 and ROWS-4.
-    # 16 ranks, of which each runs its own part, took half of a producer's time here; rows are judged at 16 as well.
     few_layers=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 768), ranks=(1, 2, 4, 8)),
+    # Layers on 16 ranks, each of which runs its own part, took half of all producers' time: they are left to `full`.
+    wide_layers=Axes(
+        tokens=(1, 2, 5, 8, 17),
+        top_k=(1, 2, 3, 4, 6, 8, 10, 16, 22),
+        hidden_size=(256, 1024, 2304, 2880),
+        ranks=(1, 2, 4, 8),
+    ),
     wide=Axes(
         tokens=(1, 2, 5, 8, 17, 33, 65, 127, 129),
         top_k=(1, 2, 3, 4, 6, 8, 10, 16, 22),
