@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,41 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from moe_conformance.bench.grid import Grid
-from moe_conformance.bench.model import BenchResult, BenchRow, Cache, Mode, Skipped, with_ratios
+from moe_conformance.bench.model import Cache, Mode, Skipped, with_ratios
 from moe_conformance.bench.table import print_result
 from moe_conformance.bench.timing import percentile
 from moe_conformance.cli.app import invoke
-from moe_conformance.report.environment import environment
 
+from .bench_factory import bench_result, bench_row
 
-def _row(consumer: str, median: float | None, tokens: int = 1, **fields: Any) -> BenchRow:
-    times = {"median_us": median, "p10_us": median, "p90_us": median, "effective_tbps": 1.0, "share_of_copy": 0.25}
-    given: dict[str, Any] = {
-        "consumer": consumer, "mode": "solo", "cache": "cold", "tokens": tokens, "hidden_size": 7168, "top_k": 8,
-        "ranks": 2, "dtype": "bfloat16", "correct": median is not None,
-    }  # fmt: skip
-    return BenchRow(**given | (times if median is not None else {}) | fields)
-
-
-def _result(*rows: BenchRow, **fields: Any) -> BenchResult:
-    given: dict[str, Any] = {
-        "complete": True, "started": "2026-01-01T00:00:00+00:00", "command": "moe-conformance bench",
-        "environment": environment("cpu"), "driver": "1", "copy_tbps": 4.0, "empty_node_us": 0.7,
-        "host_call_us": {"ours": 9.0}, "rows": with_ratios(list(rows)),
-    }  # fmt: skip
-    return BenchResult(**given | fields)
+_result = partial(bench_result, empty_node_us=0.7, host_call_us={"ours": 9.0})
 
 
 def test_ratio_compares_with_the_best_other_consumer_at_the_same_point() -> None:
     """Slower and faster ones at the point count, other sizes do not, nor does the same kernel launched otherwise."""
-    rows = with_ratios([_row("a", 4.0), _row("a-pdl", 1.0), _row("b", 8.0), _row("c", 5.0), _row("b", 1.0, tokens=16)])
+    rows = with_ratios(
+        [
+            bench_row("a", 4.0),
+            bench_row("a-pdl", 1.0),
+            bench_row("b", 8.0),
+            bench_row("c", 5.0),
+            bench_row("b", 1.0, tokens=16),
+        ]
+    )
     assert [row.ratio_to_best for row in rows] == [0.8, 0.2, 8.0, 5.0, None]
 
 
 def test_a_wrong_result_has_no_time() -> None:
     """A row that says wrong and carries a median, or right and carries none, cannot be made."""
-    assert _row("a", None).median_us is None
+    assert bench_row("a", None).median_us is None
     for correct, median in ((False, 4.0), (True, None)):
         with pytest.raises(ValidationError, match="a correct row has a median"):
-            _row("a", median, correct=correct)
+            bench_row("a", median, correct=correct)
 
 
 def test_effective_bytes_are_those_of_the_rows_and_five_tensors() -> None:
     """K rows, shared and residual read, residual and norm written: 12 x 7168 x 2 bytes a token at K = 8."""
-    assert _row("a", 1.0, tokens=3).effective_bytes == 3 * 12 * 7168 * 2
+    assert bench_row("a", 1.0, tokens=3).effective_bytes == 3 * 12 * 7168 * 2
 
 
 def test_one_rank_is_timed_in_solo_mode_only() -> None:
@@ -72,7 +66,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_result_survives_its_file_and_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--from`` prints the rows of a file that ``--json`` wrote, without a GPU."""
-    result = _result(_row("ours", 4.0), _row("theirs", 8.0), _row("broken", None))
+    result = _result(bench_row("ours", 4.0), bench_row("theirs", 8.0), bench_row("broken", None))
     file = tmp_path / "bench.json"
     file.write_text(result.model_dump_json())
     assert invoke(["bench", "--from", str(file)]) == 1  # one of its rows is wrong
@@ -86,7 +80,7 @@ def test_a_file_of_another_schema_is_refused(
 ) -> None:
     """One line that names the file and the field."""
     file = tmp_path / "bench.json"
-    file.write_text(json.dumps(_result(_row("a", 1.0)).model_dump(mode="json") | change))
+    file.write_text(json.dumps(_result(bench_row("a", 1.0)).model_dump(mode="json") | change))
     assert invoke(["bench", "--from", str(file)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(file) in error and next(iter(change)) in error
@@ -116,7 +110,7 @@ def test_table_says_what_was_not_timed_and_that_it_is_partial() -> None:
     """Each reason once, with its count."""
     skipped = tuple(Skipped(consumer="x", point=str(n), reason="no such hardware") for n in range(3))
     console = Console(record=True, width=120, quiet=False, file=None)
-    print_result(_result(_row("ours", 4.0), skipped=skipped, complete=False), console)
+    print_result(_result(bench_row("ours", 4.0), skipped=skipped, complete=False), console)
     text = console.export_text()
     assert "not timed: x at 3 points: no such hardware" in text and "PARTIAL" in text
 
@@ -127,7 +121,9 @@ def test_plot_draws_every_consumer_and_the_copy_limit(tmp_path: Path) -> None:
     from moe_conformance.bench.plot import draw
 
     rows = [
-        _row(name, us * tokens, tokens=tokens) for name, us in (("ours", 4.0), ("theirs", 8.0)) for tokens in (1, 16)
+        bench_row(name, us * tokens, tokens=tokens)
+        for name, us in (("ours", 4.0), ("theirs", 8.0))
+        for tokens in (1, 16)
     ]
     draw(_result(*rows), tmp_path / "a.svg")
     draw(_result(*rows), tmp_path / "b.svg")
