@@ -60,7 +60,6 @@ class Profile:
     """A named amount of work: the axes that shapes for tails and layers are drawn from."""
 
     name: str
-    default_ranks: tuple[int, ...]
     few: Axes
     wide: Axes
     layers: LayerLimits
@@ -80,11 +79,15 @@ class Profile:
     reductions: tuple[str, ...] = ()
     """What was cut down from the real model, for the report."""
 
+    @property
+    def default_ranks(self) -> tuple[int, ...]:
+        """Every tensor-parallel size that a run without ``--tp`` has; layers may be on fewer."""
+        return self.few.ranks
+
 
 SMOKE = Profile(
     "smoke",
     emulations=False,
-    default_ranks=(1, 2),
     tail_elements=2**19,
     layers=LayerLimits(tokens=9, hidden_size=512, num_experts=16, intermediate_size=32),
     few=Axes(tokens=(5,), top_k=(4,), hidden_size=(256,), ranks=(1, 2), dtypes=("bfloat16",)),
@@ -92,7 +95,6 @@ SMOKE = Profile(
 )
 CORE = Profile(
     "core",
-    default_ranks=(1, 2, 4, 8, 16),
     layers=LayerLimits(tokens=17, hidden_size=2880, num_experts=16, intermediate_size=32),
     # 960: 120 vectors of 16 bytes, which fill no whole number of warps, so that a tail's last ones are partly idle.
     few=Axes(tokens=(2, 17), top_k=(3, 8), hidden_size=(256, 960), ranks=(1, 2, 4, 8, 16)),
@@ -115,7 +117,6 @@ CORE = Profile(
 )
 FULL = Profile(
     "full",
-    default_ranks=(1, 2, 4, 8, 16),
     tail_elements=2**24,
     every_variant=True,
     layers=LayerLimits(tokens=1024, hidden_size=8192, num_experts=64, intermediate_size=128),
@@ -167,7 +168,6 @@ def _model_profile(name: str) -> Profile:
         )
     return Profile(
         name,
-        default_ranks=model.tp,
         few=Axes(tokens=(2,), **sizes),
         wide=Axes(tokens=(1, 2, 17), **sizes),
         layers=LayerLimits(17, model.hidden_size, model.num_experts, model.reduced_intermediate_size),
