@@ -26,12 +26,18 @@ def _has(find: object) -> bool:
 
 
 needs_nvcc = pytest.mark.skipif(not _has(toolchain.find_nvcc), reason="needs nvcc")
-REGISTERS = {1: 88, 2: 88, 4: 112, 8: 112, 16: 112}
-"""Most registers a thread of any kernel, by ranks: what kernels/tail.cuh asks for, with its allowance for quantised
-outputs. Without one, 72 keeps two blocks of 448 threads resident (docs/cuda-consumer.md)."""
-KERNELS = {1: 8, 2: 10, 4: 8, 8: 8, 16: 8}
-"""Clusters of four and of two, up to two ranks one block that holds a token alone, and the block that loops, one-shot
-and (with peers) two-shot; each with and without quant."""
+REGISTERS = {"held": {1: 128, 2: 112, 4: 112}, "looped": {1: 72, 2: 72, 4: 96, 8: 96, 16: 96}}
+"""Most registers a thread, as kernels/tail.cuh asks for them: of a form that holds a token by its blocks, of the one
+that loops by ranks."""
+KERNELS = {1: 8, 2: 10, 4: 10, 8: 10, 16: 10}
+"""One, two and four blocks that hold a token, and the block that loops, one-shot and (with peers) two-shot; each with
+and without quant."""
+
+
+def limit(kernel: str, ranks: int) -> int:
+    """The registers that a kernel may take, by its mangled name."""
+    held = re.search(r"held_tail.*?Li\d+ELi(\d+)E", kernel)
+    return REGISTERS["held"][int(held[1])] if held else REGISTERS["looped"][ranks]
 
 
 def report(text: str) -> list[tuple[str, int, int, int]]:
@@ -53,7 +59,7 @@ def test_kernels_compile_without_spills(tmp_path: Path, dtype: str, ranks: int, 
     assert done.returncode == 0, done.stderr
     found = [kernel for kernel in report(done.stderr + done.stdout) if "_tail" in kernel[0]]
     assert len(found) == KERNELS[ranks]
-    assert [kernel for kernel in found if kernel[1] > REGISTERS[ranks] or kernel[2] or kernel[3]] == []
+    assert [kernel for kernel in found if kernel[1] > limit(kernel[0], ranks) or kernel[2] or kernel[3]] == []
 
 
 @needs_nvcc

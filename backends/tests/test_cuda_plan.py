@@ -87,17 +87,17 @@ def test_threads_cover_a_token(hidden: int) -> None:
     """Whole warps, within the block's limit, enough vectors in the cluster form."""
     for form in (Form(blocks=4), Form(blocks=2), Form(blocks=1), Form(vectors=1), Form(vectors=2), Form(vectors=4)):
         threads = form.threads(hidden)
-        assert threads % 32 == 0 and 32 <= threads <= form.max_threads
+        assert threads % 32 == 0 and 32 <= threads <= configs.MAX_THREADS
         if not form.loops:
-            assert (threads * form.blocks * configs.VECTOR >= hidden) == form.fits(hidden)
+            assert (threads * form.blocks * form.vectors_per_thread * configs.VECTOR >= hidden) == form.fits(hidden)
 
 
 def test_constants_agree_with_the_kernels() -> None:
     """Numbers that Python and the device code both hold."""
     text = "".join(path.read_text() for path in SOURCES.iterdir())
     for line in (
-        f"kMaxCluster = {max(configs.CLUSTERS)};", f"kMaxRanksAlone = {configs.MAX_RANKS_ALONE};",
-        f"blocks == 1 ? {configs.MAX_THREADS_ALONE // configs.WARP} : {configs.MAX_THREADS // configs.WARP};",
+        f"kMaxCluster = {max(configs.CLUSTERS)};", f"kMaxWarps = {configs.MAX_THREADS // configs.WARP};",
+        f"kHeldAlone = {configs.HELD_ALONE};",
         f"kVecElems = {configs.VECTOR};", f"kGenerations = {workspace.GENERATIONS};",
         f"kMaxTopK = {DECLARATION.max_top_k};", f"kMaxRanks = {max(WORLD_SIZES)};", "kArmed = 0xFFFFFFFFu;",
         f"kNoQuant = {Quant.NONE:d}, kFp8Static = {Quant.FP8_STATIC:d}, kFp8Token = {Quant.FP8_TOKEN:d},",
@@ -112,13 +112,6 @@ def test_too_many_ranks_for_one_gpu_are_refused_with_the_count() -> None:
     assert configs.group_limit(264, 8, Form()) == 33
     with pytest.raises(UnsupportedError, match=r"16 ranks on one GPU .* only 12 clusters"):
         configs.group_limit(12, 16, Form(blocks=4))
-
-
-def test_a_block_alone_takes_two_ranks_at_most() -> None:
-    """Its registers have no room for more peers, so no kernel exists; the form is refused by name."""
-    assert list(configs.usable([Form(blocks=1), Form()], 2, capacity(8))) == [Form(blocks=1), Form()]
-    with pytest.raises(UnsupportedError, match="one block holds a token alone with at most 2 ranks, got 4"):
-        list(configs.usable([Form(blocks=1), Form()], 4, capacity(8)))
 
 
 def test_ranks_agree_on_the_smallest_limits() -> None:

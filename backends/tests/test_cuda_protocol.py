@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_backends.cuda import CudaConsumer, Form
-from moe_backends.cuda.configs import MAX_RANKS_ALONE
 from moe_contract import PeerTimeoutError, TailCapacity, TailOutput
 
 from .cuda_ranks import Call, Ranks, capture, random_call, same_bits
@@ -30,8 +29,7 @@ def ladder(ranks: int) -> list[Call]:
 def opened(ranks: int, **options: object) -> Ranks:
     """Tails for the ladder's calls."""
     forms = MIXED if ranks > 1 else tuple(form for form in MIXED if not form.two_shot)
-    if ranks <= MAX_RANKS_ALONE:
-        forms = (forms[0], Form(max_tokens=10, blocks=1), *forms[1:])
+    forms = (forms[0], Form(max_tokens=10, blocks=1), *forms[1:])
     consumer = CudaConsumer(forms=forms, timeout_s=5.0, **options)  # type: ignore[arg-type]
     return Ranks(consumer, ranks, TailCapacity(MOST, HIDDEN, TOP_K, torch.bfloat16))
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_backends.cuda import CudaConsumer, Form
-from moe_backends.cuda.configs import MAX_RANKS_ALONE
 from moe_backends.reference.quantize import quantize
 from moe_contract import QuantFormat, QuantRecipe, TailCapacity
 
@@ -28,10 +27,13 @@ SHAPES = [
 def check(call: Call, ranks: int, top_k: int, form: Form | None = None) -> None:
     """One call: residual bits, norm within one unit in the last place, ranks alike, quantised bytes by the recipe."""
     tokens, hidden = call.residual.shape
+    forms = None if form is None else (form,) if form.loops else (form, Form())  # where not all tokens are resident
     opened = Ranks(
-        CudaConsumer(forms=form and (form,), timeout_s=2.0), ranks,
+        CudaConsumer(forms=forms, timeout_s=2.0), ranks,
         TailCapacity(max(1, tokens), hidden, top_k, call.residual.dtype),
     )  # fmt: skip
+    if form is not None and (tokens <= 4 or ranks == 1):
+        assert opened.tails[0].engine.configs[0].max_tokens >= tokens, "the form under test is not the one that runs"
     found = opened(call)
     opened.close()
     residual, norm = call.expected()
@@ -50,9 +52,8 @@ def check(call: Call, ranks: int, top_k: int, form: Form | None = None) -> None:
 @pytest.mark.parametrize(("hidden", "top_k"), SHAPES)
 def test_residual_has_the_bits_of_the_emulation(ranks: int, hidden: int, top_k: int) -> None:
     """Every layer shape, all forms, at sizes of one and of several waves."""
-    cases = [(CLUSTER, 1), (CLUSTER, 129), (PAIR, 33), (BLOCK, 5), (BLOCK, 300), (None, 17)]
-    if ranks <= MAX_RANKS_ALONE:
-        cases += [(ALONE, 1), (ALONE, 300)]
+    cases = [(CLUSTER, 1), (CLUSTER, 129), (PAIR, 1), (PAIR, 33), (ALONE, 1), (ALONE, 16), (ALONE, 300)]
+    cases += [(BLOCK, 5), (BLOCK, 300), (None, 17)]
     for form, tokens in cases:
         if form is None or form.fits(hidden):
             check(random_call(tokens + hidden, ranks, tokens, hidden, top_k), ranks, top_k, form)
@@ -80,8 +81,8 @@ def test_two_shot_has_the_bits_of_one_shot(ranks: int) -> None:
 
 def test_sixteen_ranks() -> None:
     """The largest group, in both forms."""
-    for form in (CLUSTER, BLOCK, None):
-        check(random_call(7, 16, 40, 7168, 8), 16, 8, form)
+    for form, tokens in ((CLUSTER, 4), (ALONE, 4), (BLOCK, 40), (None, 40)):
+        check(random_call(7, 16, tokens, 7168, 8), 16, 8, form)
 
 
 @pytest.mark.parametrize("options", [
@@ -90,8 +91,8 @@ def test_sixteen_ranks() -> None:
 def test_every_form_of_input(options: dict[str, Any]) -> None:
     """Finalized, route-major, without a shared output, with every slot absent, with none absent."""
     for ranks in (1, 2):
-        for form in (CLUSTER, BLOCK):
-            check(random_call(3, ranks, 37, 4096, 8, **options), ranks, 8, form)
+        for form in (CLUSTER, PAIR, ALONE, BLOCK):
+            check(random_call(3, ranks, 33, 4096, 8, **options), ranks, 8, form)
 
 
 @pytest.mark.parametrize("recipe", [
@@ -103,7 +104,10 @@ def test_every_form_of_input(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("hidden", [7168, 2880, 1056])
 def test_quantised_bytes_follow_the_recipe(recipe: QuantRecipe, hidden: int) -> None:
     """Codes, scales and padding, for whole and for part tiles of scales."""
-    for ranks, form, tokens in ((1, CLUSTER, 3), (1, BLOCK, 130), (2, CLUSTER, 130), (2, BLOCK, 257), (4, TWO_SHOT, 9)):
+    for ranks, form, tokens in (
+        (1, CLUSTER, 3), (1, ALONE, 130), (1, BLOCK, 130), (2, CLUSTER, 33), (2, ALONE, 33), (2, BLOCK, 257),
+        (4, PAIR, 4), (4, TWO_SHOT, 9),
+    ):  # fmt: skip
         check(random_call(5, ranks, tokens, hidden, 4, quant=recipe), ranks, 4, form)
 
 
@@ -114,7 +118,7 @@ def test_no_value_looks_like_an_armed_slot() -> None:
         call = random_call(9, 2, 16, 4096, 1, dtype, finalized=True, shared=False, scale=1.0)
         for output in call.outputs:
             output.routed.copy_(patterns)  # type: ignore[union-attr]  # finalized
-        for form in (CLUSTER, BLOCK, TWO_SHOT):
+        for form in (CLUSTER, ALONE, BLOCK, TWO_SHOT):
             opened = Ranks(CudaConsumer(forms=(form,), timeout_s=2.0), 2, TailCapacity(16, 4096, 1, dtype))
             found = opened(call)
             opened.close()

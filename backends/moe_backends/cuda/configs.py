@@ -17,14 +17,14 @@ WARP = 32
 CLUSTERS = (1, 2, 4)
 """Blocks that may hold a token; the largest is kMaxCluster in kernels/sync.cuh."""
 MAX_THREADS = 512
-"""Of a block that loops, or of one in a cluster (max_warps in kernels/sync.cuh)."""
-MAX_THREADS_ALONE = 896
-"""Of a block that holds a token alone (max_warps in kernels/sync.cuh)."""
-MAX_RANKS_ALONE = 2
-"""Most ranks of a block that holds a token alone (kMaxRanksAlone in kernels/sync.cuh)."""
+"""Of one block (kMaxWarps in kernels/sync.cuh)."""
+HELD_ALONE = 2
+"""Vectors a thread has of a token that one block holds alone (kHeldAlone in kernels/params.h); in a cluster one."""
 MAX_HIDDEN_SIZE = max(CLUSTERS) * MAX_THREADS * VECTOR
 """A cluster holds one vector a thread."""
 NO_LIMIT = 2**62
+MAX_GROUPS = (2**31 - 1) // max(CLUSTERS)
+"""Clusters in a grid."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Form:
 
     Attributes:
         max_tokens: the largest call it is used for.
-        blocks: blocks that hold a token, one vector a thread: a cluster of 2 or 4, or 1 alone. Only used for calls
-            whose tokens are all resident at once. 0: a block alone that loops over vectors.
+        blocks: blocks that hold a token in registers: a cluster of 2 or 4, one vector a thread, or 1 alone, two
+            vectors a thread. With peers only used for calls whose tokens are all resident at once. 0: a block alone
+            that loops over tokens and vectors.
         vectors: 16-byte vectors a thread loops over; of a block that loops.
         two_shot: reduce-scatter by token and all-gather, instead of every rank sending to every other; of a block
             that loops.
@@ -56,19 +57,18 @@ class Form:
         return self.blocks == 0
 
     @property
-    def max_threads(self) -> int:
-        """Of one block."""
-        return MAX_THREADS_ALONE if self.blocks == 1 else MAX_THREADS
+    def vectors_per_thread(self) -> int:
+        """16-byte vectors of a token that a thread has."""
+        return self.vectors if self.loops else HELD_ALONE if self.blocks == 1 else 1
 
     def fits(self, hidden_size: int) -> bool:
-        """Whether the threads cover a token of this size with one vector each; a block that loops always does."""
-        return self.loops or hidden_size <= self.blocks * self.max_threads * VECTOR
+        """Whether the threads cover a token of this size; those of a block that loops always do."""
+        return self.loops or hidden_size <= self.blocks * MAX_THREADS * self.vectors_per_thread * VECTOR
 
     def threads(self, hidden_size: int) -> int:
         """Threads of one block for a hidden size, a multiple of the warp."""
-        share = self.vectors if self.loops else self.blocks
-        wanted = -(-hidden_size // (VECTOR * share))
-        return min(self.max_threads, -(-wanted // WARP) * WARP)
+        wanted = -(-hidden_size // (VECTOR * self.vectors_per_thread * max(1, self.blocks)))
+        return min(MAX_THREADS, -(-wanted // WARP) * WARP)
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,6 @@ def usable(forms: Sequence[Form], ranks: int, capacity: TailCapacity) -> Iterato
     for form in forms:
         if form.two_shot and ranks == 1:
             raise UnsupportedError("cuda: a two-shot configuration needs at least 2 ranks")
-        if form.blocks == 1 and ranks > MAX_RANKS_ALONE:
-            raise UnsupportedError(
-                f"cuda: one block holds a token alone with at most {MAX_RANKS_ALONE} ranks, got {ranks}; "
-                "use blocks 2 or 4, or a block that loops"
-            )
         if not form.fits(capacity.hidden_size):
             continue
         found = True

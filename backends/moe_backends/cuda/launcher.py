@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_backends.jit.sharing import ranks_on_my_gpu
-from moe_contract import RankGroup, TailCapacity
+from moe_contract import RankGroup, TailCapacity, UnsupportedError
 
 from . import configs
 from .configs import Config, Form
@@ -79,12 +79,20 @@ def _shapes(
 ) -> tuple[Config, ...]:
     """The forms that calls can meet, with the limits that all ranks agree on. Collective."""
     usable, hidden = list(configs.usable(forms, group.size, capacity)), capacity.hidden_size
-    limits = agreed(group, [_limits(library, form, hidden, sharing) for form in usable])
-    return tuple(Config(form, form.threads(hidden), *pair) for form, pair in zip(usable, limits, strict=True))
+    limits = agreed(group, [_limits(library, form, hidden, sharing, group.size) for form in usable])
+    shapes = tuple(Config(form, form.threads(hidden), *pair) for form, pair in zip(usable, limits, strict=True))
+    if shapes[-1].max_tokens < capacity.max_tokens:
+        raise UnsupportedError(
+            f"cuda: CAP-2: the forms run calls of at most {shapes[-1].max_tokens} tokens here, the capacity asks for "
+            f"{capacity.max_tokens}; end them with a form that loops and has no limit of its own"
+        )
+    return shapes
 
 
-def _limits(library: Library, form: Form, hidden_size: int, sharing: int) -> tuple[int, int]:
+def _limits(library: Library, form: Form, hidden_size: int, sharing: int, ranks: int) -> tuple[int, int]:
     """How many blocks or clusters of one rank may be in flight, without and with a quantised output."""
+    if ranks == 1 and not form.loops:  # none waits for another, and each has one token
+        return configs.MAX_GROUPS, configs.MAX_GROUPS
     vecs, threads = hidden_size // configs.VECTOR, form.threads(hidden_size)
     without, with_quant = (
         configs.group_limit(int(library.resident(threads, form.blocks, int(form.two_shot), vecs, quant)), sharing, form)

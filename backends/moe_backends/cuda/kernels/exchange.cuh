@@ -11,15 +11,20 @@ __device__ __forceinline__ bool is_armed(uint4 v) {
   return v.x == kArmed || v.y == kArmed || v.z == kArmed || v.w == kArmed;
 }
 
+// Where a token's vector lies in the slots of a source, in bytes.
+__device__ __forceinline__ uint64_t slot_offset(const Params& p, uint32_t epoch, uint32_t token, int vec) {
+  const uint64_t generation = epoch % kGenerations ? p.generation_bytes : 0;
+  return generation + static_cast<uint64_t>(token) * p.row_bytes + static_cast<uint32_t>(vec) * sizeof(uint4);
+}
+
 // The slot in rank `owner`'s memory that rank `source` writes.
-template <int N>
-__device__ __forceinline__ uint4* slot(const Params& p, int owner, int source, uint32_t epoch, int64_t token, int vec) {
-  const int64_t lane = static_cast<int64_t>(epoch % kGenerations) * (N - 1) + (source - (source > owner ? 1 : 0));
-  return static_cast<uint4*>(p.slots[owner]) + (lane * p.slot_tokens + token) * p.vecs + vec;
+__device__ __forceinline__ uint4* slot(const Params& p, int owner, int source, uint64_t offset) {
+  const uint32_t place = source - (source > owner ? 1 : 0);
+  return reinterpret_cast<uint4*>(static_cast<char*>(p.slots[owner]) + place * p.source_bytes + offset);
 }
 
 // Reports a wait that ran out, once per rank, and makes every other wait of this rank end.
-__device__ __forceinline__ void report_timeout(const Params& p, int peer, int64_t token, uint32_t epoch) {
+__device__ __forceinline__ void report_timeout(const Params& p, int peer, uint32_t token, uint32_t epoch) {
   if (atomicExch(p.aborted, 1u) == 0u) {
     volatile Report* r = p.report;
     r->rank = p.rank;
@@ -34,7 +39,7 @@ __device__ __forceinline__ void report_timeout(const Params& p, int peer, int64_
 
 // Waits until `source` has written, then re-arms the slot. A wait that runs out returns what is there: NaN.
 __device__ __forceinline__ uint4 await(const Params& p, uint4* at, uint4 got, int source, uint32_t epoch,
-                                       int64_t token) {
+                                       uint32_t token) {
   if (is_armed(got)) {
     uint64_t start = 0;
     for (uint32_t spins = 1; is_armed(got); ++spins) {

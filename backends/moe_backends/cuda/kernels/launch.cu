@@ -19,31 +19,24 @@ constexpr int kRanks = MOE_RANKS;
 
 Kernel kernel_of(const Config& config, bool quant) {
   if (config.cluster == 4)
-    return quant ? cluster_tail<Element, kRanks, 4, true> : cluster_tail<Element, kRanks, 4, false>;
+    return quant ? held_tail<Element, kRanks, 4, true> : held_tail<Element, kRanks, 4, false>;
   if (config.cluster == 2)
-    return quant ? cluster_tail<Element, kRanks, 2, true> : cluster_tail<Element, kRanks, 2, false>;
-  if constexpr (kRanks <= kMaxRanksAlone) {
-    if (config.cluster == 1)
-      return quant ? cluster_tail<Element, kRanks, 1, true> : cluster_tail<Element, kRanks, 1, false>;
-  }
+    return quant ? held_tail<Element, kRanks, 2, true> : held_tail<Element, kRanks, 2, false>;
+  if (config.cluster == 1)
+    return quant ? held_tail<Element, kRanks, 1, true> : held_tail<Element, kRanks, 1, false>;
   if constexpr (kRanks > 1) {
     if (config.two_shot)
-      return quant ? block_tail<Element, kRanks, true, true> : block_tail<Element, kRanks, true, false>;
+      return quant ? looped_tail<Element, kRanks, true, true> : looped_tail<Element, kRanks, true, false>;
   }
-  return quant ? block_tail<Element, kRanks, false, true> : block_tail<Element, kRanks, false, false>;
+  return quant ? looped_tail<Element, kRanks, false, true> : looped_tail<Element, kRanks, false, false>;
 }
 
-int32_t trips(const Config& config, int32_t vecs) {
-  const int32_t threads = config.threads * std::max(1, config.cluster);
-  return (vecs + threads - 1) / threads;
-}
+int32_t trips(const Config& config, int32_t vecs) { return (vecs + config.threads - 1) / config.threads; }
 
 size_t shared_bytes(const Config& config, int32_t vecs) {
-  size_t vectors = Tail<Element, kRanks, kMaxCluster, true, false, false>::Pipe::kVectors;
-  if (config.cluster == 0) {
-    const int tokens = kRanks > 1 ? 2 : 1;  // contributed and not finished, and the one before
-    vectors = Tail<Element, kRanks, 1, false, false, false>::Pipe::kVectors + tokens * trips(config, vecs);
-  }
+  if (config.cluster > 0) return 0;
+  const int tokens = kRanks > 1 ? 2 : 1;  // contributed and not finished, and the one before
+  const size_t vectors = RowPipe<Element, kRanks == 1>::kVectors + tokens * trips(config, vecs);
   return vectors * config.threads * sizeof(uint4);
 }
 
@@ -51,8 +44,8 @@ struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2];
 
-  Launch(const Config& chosen, int32_t vecs, int64_t groups, bool pdl, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(groups * std::max(1, chosen.cluster)));
+  Launch(const Config& chosen, int32_t vecs, uint32_t groups, bool pdl, cudaStream_t stream) {
+    config.gridDim = dim3(groups * std::max(1, chosen.cluster));
     config.blockDim = dim3(chosen.threads);
     config.dynamicSmemBytes = shared_bytes(chosen, vecs);
     config.stream = stream;
@@ -107,15 +100,20 @@ cudaError_t resident_groups(const Config& config, int32_t vecs, bool quant, int*
 }
 
 cudaError_t launch(Params params, const Config& config, cudaStream_t stream) {
+  if (params.call_tokens > kMaxTokens) return cudaErrorInvalidValue;
   const bool quant = params.quant != kNoQuant;
   const Kernel kernel = kernel_of(config, quant);
-  const int64_t limit = quant ? config.max_groups_quant : config.max_groups;
-  const int64_t most = kRanks > 1 ? params.slot_tokens : params.call_tokens;
+  const uint32_t limit = static_cast<uint32_t>(quant ? config.max_groups_quant : config.max_groups);
+  const uint32_t most = kRanks > 1 ? params.slot_tokens : params.call_tokens;
   params.vecs_per_thread = trips(config, params.vecs);
+  params.row_bytes = static_cast<uint32_t>(params.vecs * sizeof(uint4));
+  params.source_bytes = static_cast<uint64_t>(params.slot_tokens) * params.row_bytes;
+  params.generation_bytes = (kRanks - 1) * params.source_bytes;
   params.inverse_hidden = 1.0f / static_cast<float>(params.vecs * kVecElems);
   for (params.token_base = 0; params.token_base < params.call_tokens; params.token_base += most) {
     params.tokens = std::min(most, params.call_tokens - params.token_base);
-    const int64_t groups = std::min(params.tokens, limit);
+    if (config.cluster > 0 && params.tokens > limit) return cudaErrorInvalidValue;  // each group holds one token
+    const uint32_t groups = std::min(params.tokens, limit);
     const Launch shape(config, params.vecs, groups, params.flags & kPdl, stream);
     const cudaError_t error = cudaLaunchKernelEx(&shape.config, kernel, static_cast<const Params>(params));
     if (error != cudaSuccess) return error;

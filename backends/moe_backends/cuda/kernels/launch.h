@@ -11,7 +11,7 @@ namespace moe_tail {
 struct Config {
   int64_t max_tokens;
   int32_t threads;   // of a block
-  int32_t cluster;   // blocks that share a token, one vector a thread: 1, 2 or 4; 0: a block alone that loops over vectors
+  int32_t cluster;   // blocks that hold a token: 1, 2 or 4; 0: a block that loops over tokens and vectors
   int32_t two_shot;  // 0 or 1
   int32_t max_groups;        // blocks (or clusters) of this rank resident together, hence the grid's limit
   int32_t max_groups_quant;  // the same for calls with a quantised output, whose kernel takes more registers

@@ -7,7 +7,9 @@ namespace moe_tail {
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopK = 32;       // one lane of a warp holds one slot's index and weight
+constexpr int kHeldAlone = 2;      // vectors a thread has of a token that one block holds alone
 constexpr int kGenerations = 2;    // receive slots per token and source; docs/cuda-consumer.md proves that two suffice
+constexpr uint32_t kMaxTokens = 1u << 31;  // of a call: a sum of two token numbers fits in 32 bits
 constexpr int kVecElems = 8;       // 16-bit elements in a 16-byte vector, the widest access of a thread
 constexpr uint32_t kArmed = 0xFFFFFFFFu;  // two 16-bit NaNs that no conversion from float ever produces (those give 0x7FFF)
 
@@ -47,10 +49,13 @@ struct Params {
   Report* report;
   const uint64_t* stall_ns;  // test builds only: [3], before push, between push and poll, after poll
   uint64_t timeout_ns;
-  int64_t slot_tokens;
-  int64_t tokens;      // of this launch
-  int64_t token_base;  // of the call, where it takes several launches
-  int64_t call_tokens;
+  uint64_t source_bytes;      // of one source's receive slots in one generation, set by launch
+  uint64_t generation_bytes;  // of one generation of receive slots, set by launch
+  uint32_t slot_tokens;
+  uint32_t tokens;      // of this launch
+  uint32_t token_base;  // of the call, where it takes several launches
+  uint32_t call_tokens;
+  uint32_t row_bytes;  // of an activation row, set by launch
   int32_t vecs;  // H / 8
   int32_t vecs_per_thread;  // single blocks: ceil(vecs / threads)
   int32_t top_k;

@@ -20,6 +20,32 @@ __device__ __forceinline__ void wait_for_all_copies_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
 }
 
+// A vector of a row: base + row * row_bytes, one multiply-add to 64 bits.
+__device__ __forceinline__ uint64_t row_address(const void* base, uint32_t row, uint32_t row_bytes) {
+  uint64_t at;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(row_bytes), "l"(base));
+  return at;
+}
+__device__ __forceinline__ const uint4* vector_at(const void* base, uint32_t row, uint32_t row_bytes, int vec) {
+  return reinterpret_cast<const uint4*>(row_address(base, row, row_bytes)) + vec;
+}
+__device__ __forceinline__ uint4* vector_at(void* base, uint32_t row, uint32_t row_bytes, int vec) {
+  return reinterpret_cast<uint4*>(row_address(base, row, row_bytes)) + vec;
+}
+
+// What is read once takes no room in L1.
+__device__ __forceinline__ uint4 load_once(const uint4* at) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at));
+  return v;
+}
+
+__device__ __forceinline__ void store(uint4* at, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // System scope, because the other side may be another GPU. A vector is four 32-bit accesses in any order.
 __device__ __forceinline__ uint4 load_shared(const uint4* at) {
   uint4 v;
