@@ -43,7 +43,8 @@ def limit(kernel: str, ranks: int) -> int:
 def report(text: str) -> list[tuple[str, int, int, int]]:
     """(kernel, registers, bytes of spill stores, of spill loads) from the compiler's own ``-Xptxas -v`` lines."""
     pattern = re.compile(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
         re.S,
     )
     return [(name, int(used), int(out), int(back)) for name, out, back, used in pattern.findall(text)]

@@ -34,12 +34,12 @@ __device__ __forceinline__ void add_held_rows(const Params& p, const Routes& rou
 template <typename T, bool kWide, int kVectors>
 __device__ __forceinline__ void sum_held_rows(const Params& p, const Routes& routes,
                                               const uint4* const (&column)[kVectors], float (&acc)[kVectors][8]) {
-  const int present = routes.count();
+  const int count = present(routes.row);
   int slot = 0;
 #pragma unroll 1
-  for (; slot + kHeldRows <= present; slot += kHeldRows)
+  for (; slot + kHeldRows <= count; slot += kHeldRows)
     add_held_rows<T, kWide, kVectors, true>(p, routes, slot, kHeldRows, column, acc);
-  if (slot < present) add_held_rows<T, kWide, kVectors, false>(p, routes, slot, present - slot, column, acc);
+  if (slot < count) add_held_rows<T, kWide, kVectors, false>(p, routes, slot, count - slot, column, acc);
 }
 
 }  // namespace moe_tail

@@ -79,7 +79,7 @@ __device__ __forceinline__ void run_held(const Params& p) {
   using Body = HeldTail<T, N, kCluster, kQuant>;
   using Reduce = TokenReduce<kCluster>;
   constexpr int kVectors = Body::kVectors;
-  constexpr bool kEarlyGain = kVectors == 1;  // else the rows need the registers
+  constexpr bool kEarlyGain = kCluster == kMaxCluster;  // else the rows need the registers
   __shared__ typename Reduce::Scratch scratch;
   const uint32_t cta = kCluster > 1 ? cluster_rank() : 0u, token = blockIdx.x / kCluster;
   Reduce reduce{scratch, cta};

@@ -6,13 +6,14 @@
 
 namespace moe_tail {
 
-// The present slots of one token in slot order, one per lane: lanes from count() on hold none.
+// The present slots of one token in slot order, one per lane; the lanes after them hold none.
 struct Routes {
   int32_t row;  // negative: none
   float weight;
-  // The same in every lane. Counted again each time: registers are dearer than two instructions.
-  __device__ __forceinline__ int count() const { return __popc(__ballot_sync(~0u, row >= 0)); }
 };
+
+// How many lanes have a row; the same in every lane. Counted again each time: registers are dearer than two instructions.
+__device__ __forceinline__ int present(int32_t row) { return __popc(__ballot_sync(~0u, row >= 0)); }
 
 // The place of the n-th set bit of `bits`, n from 0; meaningless where there is none.
 __device__ __forceinline__ int nth_set(unsigned bits, int n) {
@@ -30,12 +31,12 @@ __device__ __forceinline__ int nth_set(unsigned bits, int n) {
 
 // Closes the gaps that absent slots left, so that no later step meets one. An expert-parallel rank has many.
 __device__ __forceinline__ Routes without_gaps(Routes r) {
-  const unsigned present = __ballot_sync(~0u, r.row >= 0);
-  if (present & (present + 1)) {  // not all in the first lanes
-    const int lane = static_cast<int>(threadIdx.x & 31), source = nth_set(present, lane);
+  const unsigned found = __ballot_sync(~0u, r.row >= 0);
+  if (found & (found + 1)) {  // not all in the first lanes
+    const int lane = static_cast<int>(threadIdx.x & 31), source = nth_set(found, lane);
     const int32_t row = __shfl_sync(~0u, r.row, source);
     r.weight = __shfl_sync(~0u, r.weight, source);
-    r.row = lane < __popc(present) ? row : -1;
+    r.row = lane < __popc(found) ? row : -1;
   }
   return r;
 }

@@ -94,13 +94,13 @@ __device__ __forceinline__ void run_looped(const Params& p) {
   TokenReduce<1> reduce{scratch, 0u};
   const int first = static_cast<int>(threadIdx.x), threads = blockDim.x;
   const uint32_t step = gridDim.x, first_token = blockIdx.x;  // the launcher starts no block without a token
-  Pipe pipe{p, staged + first, first, step, first_token};
+  Pipe pipe{p, shared_address(staged + first), first, step, first_token};
   Outputs<T, Looped, kQuant> out{p, reduce, first};
   Body tail{p, out, pipe};
 
   wait_for_stream();
   Routes routes = load_routes<T>(p, first_token);
-  pipe.ask(routes, 0);
+  pipe.ask(routes.row, 0);
   typename Body::Token ahead, mine;
   mine.column.stage = staged + Pipe::kVectors * threads + first;
   ahead.column.stage = N > 1 ? mine.column.stage + p.vecs_per_thread * threads : mine.column.stage;

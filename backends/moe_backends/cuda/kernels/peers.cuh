@@ -91,13 +91,10 @@ struct Peers {
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
         const int r = base + i;
-        if (r == p.rank) {
-          in.got[i] = own;
-        } else {
-          in.got[i] = await(p, slot(p, p.rank, r, offset), in.got[i], r, epoch, token);
-        }
+        uint4 value = own;
+        if (r != p.rank) value = await(p, slot(p, p.rank, r, offset), in.got[i], r, epoch, token);
         float f[8];
-        unpack<T>(in.got[i], f);
+        unpack<T>(value, f);
 #pragma unroll
         for (int j = 0; j < 8; ++j) total[j] = r == 0 ? f[j] : __fadd_rn(total[j], f[j]);
       }

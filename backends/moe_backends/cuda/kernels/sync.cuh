@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "vec.cuh"
+
 namespace moe_tail {
 
 // Everything that earlier kernels of the stream wrote is visible after it; returns at once without a dependent launch.
@@ -26,10 +28,6 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t shared_address(const void* at) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
-}
 
 // A barrier in shared memory that opens once `bytes` have arrived. One thread makes it, before the cluster's barrier.
 __device__ __forceinline__ void open_after(uint64_t* barrier, uint32_t bytes) {

@@ -7,10 +7,13 @@
 
 namespace moe_tail {
 
-// Registers a thread, of a multiprocessor's 65,536. A block that holds a token alone has up to 512 threads, two vectors
-// each; in a cluster a thread has one, and all rows of it are in flight. Blocks that loop should be resident two by two,
-// or four by four of half the threads; from four ranks on, the vectors of several peers are in flight.
-constexpr int held_registers(int cluster, bool quant) { return cluster == 1 ? 128 : quant ? 112 : 96; }
+// Registers a thread, of a multiprocessor's 65,536: the fewest that keep all rows in flight. A block that holds a token
+// alone has up to 512 threads, two vectors each. At H 7168 two clusters of two blocks, or three of four, share four
+// multiprocessors. Blocks that loop should be resident two by two; from four ranks on, the vectors of several peers are
+// in flight.
+constexpr int held_registers(int cluster, bool quant) {
+  return cluster == 1 ? 128 : quant ? 112 : cluster == 2 ? 72 : 80;
+}
 constexpr int looped_registers(int ranks) { return ranks < 4 ? 72 : 96; }
 
 template <typename T, int N, int kCluster, bool kQuant>
