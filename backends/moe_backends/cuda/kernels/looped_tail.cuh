@@ -89,12 +89,14 @@ template <typename T, int N, bool kTwoShot, bool kQuant>
 __device__ __forceinline__ void run_looped(const Params& p) {
   using Body = LoopedTail<T, N, kTwoShot, kQuant>;
   using Pipe = typename Body::Pipe;
-  extern __shared__ uint4 staged[];  // the pipe, then the columns of one token or, with peers, two
+  // The pipe, then the columns of one token or, with peers, two. Aligned as lines of memory are: a copy that straddles
+  // two lines of shared memory takes two.
+  extern __shared__ __align__(128) uint4 staged[];
   __shared__ TokenReduce<1>::Scratch scratch;
   TokenReduce<1> reduce{scratch, 0u};
   const int first = static_cast<int>(threadIdx.x), threads = blockDim.x;
   const uint32_t step = gridDim.x, first_token = blockIdx.x;  // the launcher starts no block without a token
-  Pipe pipe{p, shared_address(staged + first), first, step, first_token};
+  Pipe pipe{p, staged + first, first, step, first_token};
   Outputs<T, Looped, kQuant> out{p, reduce, first};
   Body tail{p, out, pipe};
 

@@ -71,15 +71,21 @@ constexpr int kMaxCluster = 4;
 constexpr int kMaxWarps = 16;       // of a block: 512 threads
 constexpr int kMostReductions = 2;  // of a token: the sum of squares, then the largest magnitude (fp8 per token)
 
+template <int C>
+struct ClusterBarriers {
+  uint64_t barriers[kMostReductions];
+};
+template <>
+struct ClusterBarriers<1> {};
+
 // Reduces over the threads of a block or cluster; every thread gets the same bits, because each adds the same partial
 // values in the same tree. Scratch rows are used in turn, which makes one barrier enough: in a block that loops, a row is
 // written again two reductions later, and the barrier in between was passed by every reader of the first. A cluster takes
 // one token, so that each of its barriers opens once.
 template <int C>
 struct TokenReduce {
-  struct Scratch {
+  struct alignas(128) Scratch : ClusterBarriers<C> {
     float rows[kMostReductions][C * kMaxWarps];
-    uint64_t barriers[kMostReductions];
   };
   Scratch& scratch;
   uint32_t cta;
