@@ -9,10 +9,10 @@ import tomllib
 from importlib.resources import files
 from pathlib import Path
 
-from moe_conformance.case_selection import select_cases
+from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.marks import metadata
 from moe_conformance.plan import suite_tests
-from moe_conformance.profiles import PROFILE_NAMES, get_profile
 
 Manifest = dict[str, dict[str, int]]
 """Cases by profile and ``module.py::function``, whatever the backends."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from moe_conformance.cases import Shape
+from moe_conformance.cases.case import Shape
 
 Kind = Literal["consumer", "producer", "pair"]
 """What the test is handed: ``tail`` (TailSubject), ``layer`` (LayerSubject) or ``pair`` (PairSubject)."""

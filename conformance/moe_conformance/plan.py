@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from moe_conformance import suite
-from moe_conformance.case_selection import select_cases
-from moe_conformance.cases import LayerCase, TailCase
-from moe_conformance.layer_data import weights_key
+from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.layer_data import weights_key
+from moe_conformance.cases.profiles import get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.marks import ConformanceTest, Kind, metadata
-from moe_conformance.profiles import get_profile
 
 
 class PlanRequest(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.cases import LayerCase, Shape, TailCase
+from moe_conformance.cases.case import LayerCase, Shape, TailCase
 from moe_contract import ConsumerDeclaration, ProducerDeclaration, QuantFormat
 from moe_contract.quant import NVFP4_BLOCK
 

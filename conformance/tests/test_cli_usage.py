@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_conformance.cases.models import models
 from moe_conformance.cli.app import invoke
 from moe_conformance.cli.selection import Asked, select
-from moe_conformance.models import models
 from moe_contract.clauses import registry
 
 from .wrong_plugins import write_wrong_plugins

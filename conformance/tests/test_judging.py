@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.suite.steps import judge_rows, require_within
 from moe_conformance.verdicts import ClauseBrokenError

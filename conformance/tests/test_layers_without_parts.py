@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.direct import run_case
 from moe_conformance.plan import PlanRequest, parameters, suite_tests
 from moe_conformance.subjects.calls import Settings

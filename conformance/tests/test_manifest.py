@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moe_conformance.case_selection import select_cases
+from moe_conformance.cases.models import models
+from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.manifest import collected, committed, render
 from moe_conformance.marks import metadata
-from moe_conformance.models import models
 from moe_conformance.plan import suite_tests
-from moe_conformance.profiles import PROFILE_NAMES, get_profile
 
 
 def test_manifest_is_that_of_the_suite() -> None:

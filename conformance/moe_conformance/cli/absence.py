@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.case_selection import select_cases
+from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.cli.selection import REFERENCE, Asked
 from moe_conformance.marks import ConformanceTest, Kind, metadata
 from moe_conformance.plan import PlannedCase, PlanRequest, suite_tests
-from moe_conformance.profiles import PROFILE_NAMES, get_profile
 from moe_contract import get_clause
 
 LARGEST = PROFILE_NAMES[-1]

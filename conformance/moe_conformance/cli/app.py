@@ -186,7 +186,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what can run on this machine, and why the rest cannot."""
-    from moe_conformance.doctor import doctor_command, package_command
+    from moe_conformance.cli.doctor import doctor_command, package_command
 
     if flashinfer:
         raise typer.Exit(package_command("flashinfer-python"))

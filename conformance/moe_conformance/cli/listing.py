@@ -6,12 +6,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection
 
+from moe_conformance.cases.models import models
+from moe_conformance.cases.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
 from moe_conformance.cli.absence import absence_notes
 from moe_conformance.cli.errors import CommandError, unknown
 from moe_conformance.cli.selection import Asked, choose_device, installed_candidates, select
-from moe_conformance.models import models
 from moe_conformance.plan import PlanError, plan
-from moe_conformance.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
 from moe_conformance.report.terminal import make_console
 from moe_contract.clauses import registry
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_conformance.cases.profiles import ProfileError, get_profile
 from moe_conformance.cli.errors import CommandError, one_line
 from moe_conformance.plan import PlanRequest
-from moe_conformance.profiles import ProfileError, get_profile
 from moe_conformance.report.model import BackendRecord
 from moe_contract import (
     Consumer,

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
 from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict
 from moe_contract import UnknownClauseError, Violation, get_clause

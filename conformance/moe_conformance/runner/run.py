@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from moe_conformance.cases.profiles import get_profile
 from moe_conformance.plan import PlannedCase, PlanRequest, plan
-from moe_conformance.profiles import get_profile
 from moe_conformance.report.environment import environment
 from moe_conformance.report.explain import explain_failures
 from moe_conformance.report.model import BackendRecord, Report, Selection

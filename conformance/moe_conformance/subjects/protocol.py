@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.cases.tail_data import TailInputs
 from moe_conformance.verdicts import BackendError
 from moe_contract import (
     Consumer,

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_conformance.judge import bound_ratio, same_bits
-from moe_conformance.layer_judge import judge_rank
-from moe_conformance.layer_oracle import RankTruth
+from moe_conformance.cases.tail_data import TailInputs
+from moe_conformance.judging.judge import bound_ratio, same_bits
+from moe_conformance.judging.layer_judge import judge_rank
 from moe_conformance.subjects.calls import first_line
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.truth.layer_oracle import RankTruth
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError
 from moe_contract import (
     Activation,

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds
+from moe_conformance.cases.tail_data import move_output
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, several_ranks, several_tokens, tails
-from moe_conformance.oracle import EXACT, local_part
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import deferred, judge_rows, require_same, require_within
 from moe_conformance.support import tail_unsupported
-from moe_conformance.tail_data import move_output
+from moe_conformance.truth import bounds
+from moe_conformance.truth.layer_oracle import finalized_truth
+from moe_conformance.truth.tail_oracle import EXACT, local_part
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import (
     MoEOutput,

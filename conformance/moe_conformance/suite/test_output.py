@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.cases.tail_data import TailInputs
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import require_same, require_unwritten, require_within
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.truth.layer_oracle import finalized_truth
 from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
 

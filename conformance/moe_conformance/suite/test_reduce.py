@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run_ranks
 from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, judged_errors, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.steps import blamed_on, require_same
-from moe_conformance.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import MoEOutput, PeerTimeoutError, TailOutput, Violation
 from moe_contract.outputs import require_unfinalized

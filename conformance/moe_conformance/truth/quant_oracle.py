@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_conformance.bounds import U32
+from moe_conformance.truth.bounds import U32
 from moe_contract import QuantFormat, QuantRecipe, TailOutput, Violation
 from moe_contract.quant import (
     FP4_MAX,

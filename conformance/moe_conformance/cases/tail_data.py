@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_conformance import strata
-from moe_conformance.cases import TailCase
+from moe_conformance.cases import strata
+from moe_conformance.cases.case import TailCase
 from moe_contract import MoEOutput, QuantRecipe, TailCapacity, UnfinalizedMoEOutput
 from moe_contract.dtypes import torch_dtype
 from moe_contract.quant import FP4_MAX, FP8_MAX, QuantFormat

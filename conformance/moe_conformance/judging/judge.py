@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.oracle import Truth
+from moe_conformance.truth.tail_oracle import Truth
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.bounds import UNIT_ROUNDOFF
-from moe_conformance.cases import TailCase
+from moe_conformance.cases.case import TailCase
+from moe_conformance.truth.bounds import UNIT_ROUNDOFF
 from moe_contract.dtypes import torch_dtype
 
 SMALL_SCALE = 0.02

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds, nvfp4_oracle, routing_oracle
-from moe_conformance.bounds import U32, UNIT_ROUNDOFF
-from moe_conformance.layer_data import LayerInputs
-from moe_conformance.routing_oracle import RoutedTruth
+from moe_conformance.cases.layer_data import LayerInputs
+from moe_conformance.truth import bounds, nvfp4_oracle, routing_oracle
+from moe_conformance.truth.bounds import U32, UNIT_ROUNDOFF
+from moe_conformance.truth.routing_oracle import RoutedTruth
 from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod
 from moe_contract.declarations import Quantization
 from moe_contract.dtypes import DtypeName, torch_dtype

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moe_conformance.cases import LayerCase, TailCase
-from moe_conformance.covering import Row, largest_fitting, pairwise
+from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.covering import Row, largest_fitting, pairwise
+from moe_conformance.cases.models import Model
+from moe_conformance.cases.profiles import Axes, Profile
 from moe_conformance.marks import ConformanceTest
-from moe_conformance.models import Model
-from moe_conformance.profiles import Axes, Profile
 
 EXPERT_MULTIPLE = 16
 """The number of experts is a multiple of this, so that up to 16 expert-parallel ranks can share them."""

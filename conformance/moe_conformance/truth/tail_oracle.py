@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.cases.tail_data import TailInputs
+from moe_conformance.truth import bounds
 from moe_contract import ConsumerDeclaration, MoEOutput
 from moe_contract.outputs import require_unfinalized
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds
-from moe_conformance.judge import bound_ratio
-from moe_conformance.layer_oracle import RankTruth
+from moe_conformance.judging.judge import bound_ratio
+from moe_conformance.truth import bounds
+from moe_conformance.truth.layer_oracle import RankTruth
 from moe_contract import ExpertWeights, MoELayer, Routing, UnfinalizedMoEOutput, Violation
 
 

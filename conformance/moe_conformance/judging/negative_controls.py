@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judge import error_ratio
-from moe_conformance.oracle import Truth, route_terms
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.cases.tail_data import TailInputs
+from moe_conformance.judging.judge import error_ratio
+from moe_conformance.truth.tail_oracle import Truth, route_terms
 from moe_conformance.verdicts import VacuousCaseError
 from moe_contract import MoEOutput
 from moe_contract.outputs import require_unfinalized

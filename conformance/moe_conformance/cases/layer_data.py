@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_conformance import routing_oracle
-from moe_conformance.cases import LayerCase
-from moe_conformance.latest import Latest
+from moe_conformance.cases.case import LayerCase
+from moe_conformance.cases.latest import Latest
+from moe_conformance.truth import routing_oracle
 from moe_contract import ExpertWeights, MoELayer, PrecomputedRouting, Routing, RoutingMethod
 from moe_contract.dtypes import torch_dtype
 

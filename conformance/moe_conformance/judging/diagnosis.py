@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_conformance.bounds import UNIT_ROUNDOFF
-from moe_conformance.judge import Place, judge
-from moe_conformance.oracle import Truth, residual_truth
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.cases.tail_data import TailInputs
+from moe_conformance.judging.judge import Place, judge
+from moe_conformance.truth.bounds import UNIT_ROUNDOFF
+from moe_conformance.truth.tail_oracle import Truth, residual_truth
 from moe_contract import ConsumerDeclaration, MoEOutput, RoundingProfile
 from moe_contract.outputs import require_unfinalized
 

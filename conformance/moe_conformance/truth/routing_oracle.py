@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.bounds import U32
+from moe_conformance.truth.bounds import U32
 from moe_contract import PrecomputedRouting, Routing, RoutingMethod
 
 EXACT = torch.float64

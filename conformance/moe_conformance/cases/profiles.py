@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_conformance.models import Model, models
+from moe_conformance.cases.models import Model, models
 from moe_contract.plugin_errors import nearest
 
 PROFILE_NAMES = ("smoke", "core", "full")

@@ -66,5 +66,5 @@ class Model(BaseModel):
 @cache
 def models() -> dict[str, Model]:
     """All models by name."""
-    text = files("moe_conformance").joinpath("models.toml").read_text(encoding="utf-8")
+    text = files("moe_conformance.cases").joinpath("models.toml").read_text(encoding="utf-8")
     return {name: Model(name=name, **fields) for name, fields in tomllib.loads(text).items()}

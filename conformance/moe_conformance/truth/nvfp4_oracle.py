@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_conformance.bounds import U32
-from moe_conformance.quant_oracle import e2m1_value, e4m3_value
+from moe_conformance.truth.bounds import U32
+from moe_conformance.truth.quant_oracle import e2m1_value, e4m3_value
 from moe_contract import ExpertWeights
 from moe_contract.quant import (
     FP4_MAX,
