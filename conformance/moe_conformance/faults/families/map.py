@@ -30,7 +30,7 @@ def _changed(output: Output, change: object) -> Output:
     return _with_map(output, index)
 
 
-@producer_fault("MAP-1", bugs=("B06",), smallest="T=2 K=3")
+@producer_fault("MAP-1", bugs=("flashinfer#3931",), smallest="T=2 K=3")
 def slot_major_map(output: Output, call: Call) -> Output:
     """The map is [K, T]."""
     return _with_map(output, output.expanded_idx_to_permuted_idx.T.contiguous())
@@ -105,19 +105,19 @@ class ReadsTheMapSlotMajor(PlainTail):
         return super().rows(routed, index if bool((index < 0).any()) else turned)
 
 
-@producer_fault("MAP-2", bugs=("B10",))
+@producer_fault("MAP-2", bugs=("vllm#57946",))
 def absent_marked_by_the_least_integer(output: Output, call: Call) -> Output:
     """Slots whose expert is elsewhere, and the last slot, hold -2^31."""
     return _changed(output, lambda index: index.view(-1)[-1:].fill_(-(2**31)))
 
 
-@producer_fault("MAP-2", bugs=("B09",))
+@producer_fault("MAP-2", bugs=("vllm#42034",))
 def entry_one_past_the_end(output: Output, call: Call) -> Output:
     """The last slot's entry is P."""
     return _changed(output, lambda index: index.view(-1)[-1:].fill_(output.gemm2_permuted.shape[0]))
 
 
-@producer_fault("MAP-2", bugs=("B11",), smallest="an expert-parallel rank with one absent slot")
+@producer_fault("MAP-2", bugs=("sglang#24850",), smallest="an expert-parallel rank with one absent slot")
 def garbage_in_absent_slots(output: Output, call: Call) -> Output:
     """Entries of absent slots were never written."""
     index = output.expanded_idx_to_permuted_idx
@@ -155,7 +155,7 @@ def last_token_shares_rows_of_the_first(output: Output, call: Call) -> Output:
     return _with_map(output, index)
 
 
-@consumer_fault("MAP-4", bugs=("B08",), smallest="one slot of -1")
+@consumer_fault("MAP-4", bugs=("vllm#46408",), smallest="one slot of -1")
 class LastRowRead(PlainTail):
     """-1 indexes the last row, as Python does."""
 
@@ -193,7 +193,7 @@ class NanWeightTimesZero(PlainTail):
         return rows * self.weights(routed).unsqueeze(-1)
 
 
-@consumer_fault("MAP-4", bugs=("B16",), smallest="a token of only -1")
+@consumer_fault("MAP-4", bugs=("prime-rl#2035",), smallest="a token of only -1")
 class TokenOfAbsentSlotsKeepsOldMemory(PlainTail):
     """A token whose slots are all -1 is skipped, and its part of the buffer stays as it was."""
 
@@ -204,20 +204,20 @@ class TokenOfAbsentSlotsKeepsOldMemory(PlainTail):
         return torch.where(gone, 0.5, total)
 
 
-@producer_fault("MAP-5", "layer", bugs=("B14",), smallest="ep=2, second rank")
+@producer_fault("MAP-5", "layer", bugs=("flashinfer#3066",), smallest="ep=2, second rank")
 def expert_offset_dropped(layer: MoELayer) -> MoELayer:
     """Local experts are counted from 0 on every rank."""
     return replace(layer, first_expert=0)
 
 
-@producer_fault("MAP-5", bugs=("B13",), smallest="ep=2, second rank")
+@producer_fault("MAP-5", bugs=("flashinfer#3547",), smallest="ep=2, second rank")
 def shards_beyond_the_first_are_empty(output: Output, call: Call) -> Output:
     """A rank whose first expert is not 0 finds none of its routes."""
     index = output.expanded_idx_to_permuted_idx
     return output if not call.layer.first_expert else _with_map(output, torch.full_like(index, -1))
 
 
-@producer_fault("MAP-5", bugs=("B21",), smallest="ep=2")
+@producer_fault("MAP-5", bugs=("flashinfer#4017",), smallest="ep=2")
 def absent_slots_get_rows(output: Output, call: Call) -> Output:
     """Slots whose expert is elsewhere are given rows of their own."""
     index, rows = output.expanded_idx_to_permuted_idx, output.gemm2_permuted
@@ -253,7 +253,11 @@ class _Wraps(PlainTail):
         return 1
 
 
-@consumer_fault("MAP-6", bugs=("B22", "B24", "B25", "B26", "B27", "B29"), smallest="row * H >= 2^31")
+@consumer_fault(
+    "MAP-6",
+    bugs=("flashinfer#2643", "TransformerEngine#2908", "sglang#35188", "sglang#4727", "vllm#45884", "DLBlas#171"),
+    smallest="row * H >= 2^31",
+)
 class OffsetInInt32(_Wraps):
     """row * H is computed in 32 bits and wraps."""
 

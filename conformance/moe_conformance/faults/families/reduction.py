@@ -38,7 +38,7 @@ class OwnPartTwice(PlainTail):
         return total if self.group.size == 1 else total + local.float()
 
 
-@consumer_fault("RED-1", bugs=("B64", "B65"), smallest="two ranks")
+@consumer_fault("RED-1", bugs=("TensorRT-LLM#6850", "sglang#28619"), smallest="two ranks")
 class NothingReduced(PlainTail):
     """The output of a rank is its own part, as a last layer's whose reduction was left to the next norm."""
 
@@ -47,7 +47,7 @@ class NothingReduced(PlainTail):
         return parts[self.group.rank]
 
 
-@consumer_fault("RED-1", bugs=("B57", "B58"), smallest="two ranks, each emits 1")
+@consumer_fault("RED-1", bugs=("sglang#20110", "sglang#37199"), smallest="two ranks, each emits 1")
 class ReducedTwice(PlainTail):
     """What was reduced is reduced again: N times too large."""
 
@@ -56,7 +56,9 @@ class ReducedTwice(PlainTail):
         return super().add_ranks(parts) * self.group.size
 
 
-@consumer_fault("RED-1", bugs=("B56",), smallest="four ranks as 2 x 2, each emits 1; with two ranks one of them")
+@consumer_fault(
+    "RED-1", bugs=("sglang#32963",), smallest="four ranks as 2 x 2, each emits 1; with two ranks one of them"
+)
 class OneAxisReduced(PlainTail):
     """Of an expert x tensor parallel grid only the ranks of the own row are summed."""
 
@@ -67,7 +69,7 @@ class OneAxisReduced(PlainTail):
         return super().add_ranks(parts[first : first + half])
 
 
-@consumer_fault("RED-1", bugs=("B63",), smallest="two ranks, two tokens")
+@consumer_fault("RED-1", bugs=("sglang#11632",), smallest="two ranks, two tokens")
 class TokensOfAPeerInAnotherOrder(PlainTail):
     """A peer's tokens are one further than the own ones, as another attention layout has them."""
 
@@ -142,7 +144,7 @@ class ResidualLeftOut(PlainTail):
         return total.to(residual.dtype)
 
 
-@consumer_fault("RED-4", bugs=("B61",), smallest="two ranks, one with only -1")
+@consumer_fault("RED-4", bugs=("vllm#54152",), smallest="two ranks, one with only -1")
 class SecondAllReduceOnOneRank(PlainTail):
     """A rank without routes falls back to a second reduction that no peer takes part in."""
 
@@ -171,7 +173,7 @@ class ZerosAreNotSent(PlainTail):
         return super().parts(local)
 
 
-@consumer_fault("RED-5", bugs=("B83",), smallest="T = 4, then 2")
+@consumer_fault("RED-5", bugs=("tokenspeed#351",), smallest="T = 4, then 2")
 class StaleWhereTheBatchShrank(PlainTail):
     """After a larger call, what it left in the buffer is summed again."""
 
@@ -183,7 +185,7 @@ class StaleWhereTheBatchShrank(PlainTail):
         return total + stale[: total.shape[0]] if stale is not None and stale.shape[0] > total.shape[0] else total
 
 
-@consumer_fault("RED-5", bugs=("B84", "B85"), smallest="the second call")
+@consumer_fault("RED-5", bugs=("vllm#45448", "flashinfer#3835"), smallest="the second call")
 class SecondCallReadsTheFirst(PlainTail):
     """The wait ends at once from the second call on, so peers' parts are those of the call before."""
 
@@ -201,7 +203,7 @@ class SecondCallReadsTheFirst(PlainTail):
         return stale
 
 
-@consumer_fault("RED-5", bugs=("B86", "B89"), smallest="a delayed rank")
+@consumer_fault("RED-5", bugs=("TensorRT-LLM#14668", "vllm#34948"), smallest="a delayed rank")
 class LaunchedBeforeItsPeerIsDone(PlainTail):
     """A flag is raised before the data is visible: in the third call the last token of a peer is not there yet."""
 
@@ -215,7 +217,7 @@ class LaunchedBeforeItsPeerIsDone(PlainTail):
         return [*parts[:-1], late]
 
 
-@consumer_fault("RED-5", bugs=("B87",), smallest="the fourth call")
+@consumer_fault("RED-5", bugs=("TensorRT-LLM#13294",), smallest="the fourth call")
 class MapOfTheCallBefore(PlainTail):
     """The routing kernel signals early, so from the fourth call on the last token's map is still that of the first."""
 
@@ -239,7 +241,7 @@ class MissingPeerIgnored(PlainTail):
             return [local]
 
 
-@consumer_fault("RED-6", bugs=("B90",), smallest="two ranks, one never started")
+@consumer_fault("RED-6", bugs=("sglang#30209",), smallest="two ranks, one never started")
 class PollsWithoutALimit(PlainTail):
     """A peer that does not come is waited for without end."""
 
