@@ -90,14 +90,14 @@ class TunesForEveryNumberOfTokens(PlainTail):
         return False
 
 
-@consumer_fault("CAP-1", bugs=("vllm#21325",), smallest="T above the root of the limit")
+@consumer_fault("CAP-1", bugs=("vllm#21325",), smallest="T = 25, of 30 declared")
 class GuardComparesTheSquare(PlainTail):
-    """The guard compares T * T with the limit, so calls far below it are refused."""
+    """The guard compares T * T with 600, not T with the declared 30, so batches of 25 to 30 tokens are refused."""
 
     declares: ClassVar[dict[str, Any]] = {"max_tokens": 30}
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
-        """Refuses from the root of 600 on."""
+        """Refuses above the root of 600."""
         if residual.shape[0] ** 2 > 600:
             raise UnsupportedError(f"CAP-1: {residual.shape[0]} tokens, at most 30")
         super().check(output, residual)
@@ -105,7 +105,7 @@ class GuardComparesTheSquare(PlainTail):
 
 @consumer_fault("CAP-1", bugs=("aiter#2329",), smallest="H one multiple above max_hidden_size")
 class ColumnsBeyondItsWidthUnwritten(_OpensAnything):
-    """Rows of at most 1024 columns are declared; of wider ones the rest is never written."""
+    """Rows of at most 4096 columns are declared; of wider ones the rest is never written."""
 
     declares: ClassVar[dict[str, Any]] = {"max_hidden_size": 4096}
 

@@ -24,12 +24,6 @@ def _with_map(output: Output, index: Tensor) -> Output:
     return replace(output, expanded_idx_to_permuted_idx=index)
 
 
-def _changed(output: Output, change: object) -> Output:
-    index = output.expanded_idx_to_permuted_idx.clone()
-    change(index)  # type: ignore[operator]  # a lambda below
-    return _with_map(output, index)
-
-
 @producer_fault("MAP-1", bugs=("flashinfer#3931",), smallest="T=2 K=3")
 def slot_major_map(output: Output, call: Call) -> Output:
     """The map is [K, T]."""
@@ -108,13 +102,18 @@ class ReadsTheMapSlotMajor(PlainTail):
 @producer_fault("MAP-2", bugs=("vllm#57946",))
 def absent_marked_by_the_least_integer(output: Output, call: Call) -> Output:
     """Slots whose expert is elsewhere, and the last slot, hold -2^31."""
-    return _changed(output, lambda index: index.view(-1)[-1:].fill_(-(2**31)))
+    index = output.expanded_idx_to_permuted_idx
+    absent = index < 0
+    absent.view(-1)[-1:] = True
+    return _with_map(output, index.masked_fill(absent, -(2**31)))
 
 
 @producer_fault("MAP-2", bugs=("vllm#42034",))
 def entry_one_past_the_end(output: Output, call: Call) -> Output:
     """The last slot's entry is P."""
-    return _changed(output, lambda index: index.view(-1)[-1:].fill_(output.gemm2_permuted.shape[0]))
+    index = output.expanded_idx_to_permuted_idx.clone()
+    index.view(-1)[-1:] = output.gemm2_permuted.shape[0]
+    return _with_map(output, index)
 
 
 @producer_fault("MAP-2", bugs=("sglang#24850",), smallest="an expert-parallel rank with one absent slot")
@@ -228,7 +227,7 @@ def absent_slots_get_rows(output: Output, call: Call) -> Output:
     return _with_map(replace(output, gemm2_permuted=torch.cat([rows, extra])), filled)
 
 
-@producer_fault("MAP-5", smallest="one slot in a thousand")
+@producer_fault("MAP-5", smallest="ep=2, second rank")
 def one_route_is_lost(output: Output, call: Call) -> Output:
     """The first token's first valid route is dropped on the second expert-parallel rank."""
     index = output.expanded_idx_to_permuted_idx.clone()
@@ -239,17 +238,15 @@ def one_route_is_lost(output: Output, call: Call) -> Output:
 
 
 class _Wraps(PlainTail):
-    """Offsets of ``bits`` bits in units of ``unit`` of an element."""
-
-    modulus = 2**32
+    """A row's offset, in units of which an element is ``units_of_element``, is computed as a signed 32-bit integer."""
 
     def rows(self, routed: UnfinalizedMoEOutput, index: Tensor) -> Tensor:
         """A wrapped offset reads before the buffer: here, zeros."""
-        offset = index * routed.gemm2_permuted.shape[1] * self.bytes_of(routed)
-        return torch.where((offset >= self.modulus // 2).unsqueeze(-1), 0.0, super().rows(routed, index))
+        offset = index * routed.gemm2_permuted.shape[1] * self.units_of_element(routed)
+        return torch.where((offset >= 2**31).unsqueeze(-1), 0.0, super().rows(routed, index))
 
-    def bytes_of(self, routed: UnfinalizedMoEOutput) -> int:
-        """Units of one element."""
+    def units_of_element(self, routed: UnfinalizedMoEOutput) -> int:
+        """One: the offset counts elements."""
         return 1
 
 
@@ -266,7 +263,7 @@ class OffsetInInt32(_Wraps):
 class ByteOffsetInInt32(_Wraps):
     """The offset in bytes is computed in 32 bits."""
 
-    def bytes_of(self, routed: UnfinalizedMoEOutput) -> int:
+    def units_of_element(self, routed: UnfinalizedMoEOutput) -> int:
         """Two for 16-bit rows."""
         return routed.gemm2_permuted.element_size()
 

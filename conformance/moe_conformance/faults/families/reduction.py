@@ -218,11 +218,11 @@ class LaunchedBeforeItsPeerIsDone(PlainTail):
 
 
 @consumer_fault("RED-5", bugs=("TensorRT-LLM#13294",), smallest="the fourth call")
-class MapOfTheCallBefore(PlainTail):
-    """The routing kernel signals early, so from the fourth call on the last token's map is still that of the first."""
+class MapOfTheLastTokenHasNotCome(PlainTail):
+    """The routing kernel signals early: from the fourth call on the last token's map is still unwritten, all -1."""
 
     def terms(self, routed):  # type: ignore[no-untyped-def]  # as the base's
-        """A token whose map has not come has no slots."""
+        """That token's slots add nothing."""
         terms = super().terms(routed)
         if self.calls >= 4 and terms.shape[0]:
             terms[-1] = 0
