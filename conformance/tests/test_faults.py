@@ -69,6 +69,19 @@ def test_correct_variant_is_blamed_for_nothing(name: str) -> None:
     assert result.headroom is not None and result.headroom <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("device-never-asked", "a result on the meta device"),
+        ("refuses-without-a-reason", "UnsupportedError without a message"),
+    ],
+)
+def test_unexplained_device_is_reported_as_what_came(name: str, got: str) -> None:
+    """CAP-2 tells a result from a refusal that gives no reason."""
+    killer = run_fault(faults()[name]).killer
+    assert killer is not None and got in killer.message, killer
+
+
 def test_fault_without_a_sentence_is_refused() -> None:
     """The docstring is what the matrix says of a fault."""
 

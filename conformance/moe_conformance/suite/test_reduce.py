@@ -72,7 +72,7 @@ def test_residual_is_added_once(tail: TailSubject) -> None:
 @clause("RED-4")
 @tails({"absent": "quarter"}, where=several_ranks)
 def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject) -> None:
-    """A rank with nothing but -1 slots, zeros or NaN takes part in the same collectives as the others."""
+    """A rank with nothing but -1 slots or zeros takes part in the same collectives as the others."""
     tail.require_support()
     inputs = _with_odd_rank(tail.inputs)
     capacity = inputs.capacity(tail.case)
