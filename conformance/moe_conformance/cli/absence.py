@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
 from moe_conformance.cases.selection import select_cases
 from moe_conformance.cli.selection import REFERENCE, Asked
-from moe_conformance.marks import ConformanceTest, Kind, metadata
+from moe_conformance.marks import ConformanceTest, Kind
 from moe_conformance.plan import PlannedCase, PlanRequest, suite_tests
 from moe_contract import get_clause
 
@@ -20,7 +20,7 @@ def absence_notes(asked: Asked, request: PlanRequest, planned: Sequence[PlannedC
     present = {case.clause for case in planned}
     for clause in request.clauses:
         if clause not in present:
-            tests = [test for test in map(metadata, suite_tests().values()) if test and test.clause == clause]
+            tests = [test.metadata for test in suite_tests().values() if test.metadata.clause == clause]
             why = _why_absent(clause, tests, asked, request)
             if why:
                 yield f"no case of {clause}: {why}"
@@ -47,11 +47,11 @@ def _why_absent(clause: str, tests: Sequence[ConformanceTest], asked: Asked, req
     return f"profile {profile.name} has none for it; --profile {LARGEST} has the most"
 
 
-def _kinds_asked_for(asked: Asked) -> set[Kind | None]:
+def _kinds_asked_for(asked: Asked) -> set[Kind]:
     """The kinds of tests that can take part: a side that is named alone is also tested in pairs with the reference."""
     if not asked.producers and not asked.consumers:
         return {"producer", "consumer", "pair"}
-    named: set[Kind | None] = {"pair"}
+    named: set[Kind] = {"pair"}
     if asked.producers:
         named.add("producer")
     if asked.consumers:
