@@ -88,7 +88,9 @@ def suite_test(name: str, function: Callable[..., Any]) -> SuiteTest:
     """The function as a conformance test; raises PlanError where its marks do not give both clause and cases."""
     found = metadata(function)
     if found is None:
-        raise PlanError(f"{name} does not say both clause and cases: mark it with @clause and @tails, @layers or @pairs")
+        raise PlanError(
+            f"{name} does not say both clause and cases: mark it with @clause and @tails, @layers or @pairs"
+        )
     return SuiteTest(name, function, found)
 
 

@@ -33,12 +33,22 @@ class Shape(BaseModel):
     @property
     def size_id(self) -> str:
         """The sizes as the id of a case gives them."""
-        return f"T{self.tokens}-K{self.top_k}-H{self.hidden_size}-N{self.ranks}-{_SHORT_DTYPE[self.dtype]}"
+        return f"T{self.tokens}-K{self.top_k}-H{self.hidden_size}-N{self.ranks}-{self.short_dtype}"
+
+    @property
+    def short_dtype(self) -> str:
+        """``bf16`` or ``fp16``."""
+        return _SHORT_DTYPE[self.dtype]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What is not at its default, such as ``scale=2.5``, and the sizes that only a layer has."""
+        return tuple(_differences(self))
 
     @property
     def id(self) -> str:
         """Sizes and every feature that is not at its default; stable from release to release."""
-        return "-".join([self.size_id, *_differences(self)])
+        return "-".join([self.size_id, *self.features])
 
 
 class TailCase(Shape):

@@ -156,12 +156,12 @@ def violation(clause: str, what: str, judgement: Judgement, rank: int, hint: str
     """The violation of a result that is out of its bound."""
     worst = judgement.worst
     assert worst is not None
-    expected = f"{worst.expected:.7g}, bound {worst.bound:.3g}" if worst.bound else f"exactly {worst.expected:.7g}"
     return Violation(
         clause=clause,
         field=what,
         got=f"{worst.got:.7g}",
-        expected=expected,
+        expected=f"{worst.expected:.7g}" if worst.bound else f"exactly {worst.expected:.7g}",
+        bound=worst.bound or None,
         hint=hint,
         rank=rank,
         token=worst.token,
