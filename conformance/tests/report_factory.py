@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
+
+from rich.console import Console
 
 from moe_conformance.cases.case import LayerCase, TailCase
 from moe_conformance.report.model import BackendRecord, CaseResult, Environment, Report, Selection
+from moe_conformance.report.terminal import print_report
 from moe_conformance.verdicts import Verdict
 from moe_contract import Violation
 
 ENVIRONMENT = Environment(
     suite_version="0.1.0", contract_version="1.1", python="3.11", torch="2.9", platform="Linux", device="cpu"
 )
+NARROW = 80
+"""Columns of a terminal, unless a test asks for others."""
 SHAPE = {"tokens": 17, "top_k": 8, "hidden_size": 2048, "ranks": 2, "dtype": "bfloat16"}
 ABSENT = Violation(
     clause="MAP-4",
@@ -57,3 +63,12 @@ def report_of(*cases: CaseResult, **fields: Any) -> Report:
         "cases": cases,
     }
     return Report(**{**known, **fields})
+
+
+def printed(report: Report, *, width: int = NARROW, verbosity: int = 0) -> str:
+    """The terminal view as text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    print_report(report, console, verbosity=verbosity)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()

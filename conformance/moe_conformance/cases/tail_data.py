@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,7 @@ from moe_conformance.cases import strata
 from moe_conformance.cases.case import TailCase
 from moe_contract import MoEOutput, QuantRecipe, TailCapacity, UnfinalizedMoEOutput
 from moe_contract.dtypes import torch_dtype
+from moe_contract.outputs import require_unfinalized
 from moe_contract.quant import FP4_MAX, FP8_MAX, QuantFormat
 
 PADDING_ROWS = 5
@@ -158,3 +160,10 @@ def move_output(output: MoEOutput, device: torch.device) -> MoEOutput:
         )
     shared = None if output.shared_output is None else output.shared_output.to(device)
     return MoEOutput(moved, shared, output.routed_scaling_factor)
+
+
+def with_routed(inputs: TailInputs, change: Callable[[UnfinalizedMoEOutput], UnfinalizedMoEOutput]) -> TailInputs:
+    """The same inputs with every rank's triple changed."""
+    return inputs.with_outputs(
+        [replace(output, routed=change(require_unfinalized(output))) for output in inputs.outputs]
+    )

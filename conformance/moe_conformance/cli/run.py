@@ -17,7 +17,7 @@ from moe_conformance.cli.selection import Asked, select
 from moe_conformance.plan import PlanError, plan
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
-from moe_conformance.report.writer import ReportFolderError, prepare_folder
+from moe_conformance.report.writer import ReportFolderError, prepare_folder, write_report
 from moe_conformance.runner import Shard, ShardError, run
 
 LONGEST_TIMEOUT_S = 86_400
@@ -54,13 +54,14 @@ def run_command(asked: Asked, options: RunOptions) -> int:
             selected.request,
             workers=workers,
             shard=shard,
-            report_dir=report_dir,
             progress=_progress(console, options.verbosity),
             timeout_s=options.timeout_s,
             backends=selected.backends,
             command=shlex.join(["moe-conformance", *sys.argv[1:]]),
             verbose=options.verbosity > 0,
         )
+        if report_dir is not None:
+            write_report(report, report_dir)
     except (ReportFolderError, PlanError) as error:
         raise CommandError(str(error)) from error
     print_report(report, console, verbosity=options.verbosity)

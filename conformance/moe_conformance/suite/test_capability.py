@@ -12,7 +12,7 @@ from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.limits import producer_limits, tail_limits
-from moe_conformance.suite.steps import REFUSALS, refusal
+from moe_conformance.suite.refusals import REFUSALS, refusal
 from moe_conformance.verdicts import ClauseBrokenError, UnderClaimedError, UnsupportedCaseError
 from moe_contract import TailOutput, Violation
 

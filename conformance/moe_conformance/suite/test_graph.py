@@ -10,7 +10,7 @@ from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.marks import clause, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import blamed_on, require_same
+from moe_conformance.suite.comparisons import blamed_on, require_same
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import TailOutput
 

@@ -12,7 +12,7 @@ from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same, require_unwritten, require_within
+from moe_conformance.suite.comparisons import require_same, require_unwritten, require_within
 from moe_conformance.truth.layer_oracle import finalized_truth
 from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput

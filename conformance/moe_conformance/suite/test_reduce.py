@@ -13,7 +13,7 @@ from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run
 from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, judged_errors, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import blamed_on, require_same
+from moe_conformance.suite.comparisons import blamed_on, require_same
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import MoEOutput, PeerTimeoutError, TailOutput, Violation
 from moe_contract.outputs import require_unfinalized

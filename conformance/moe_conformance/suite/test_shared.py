@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import require_within
+from moe_conformance.suite.comparisons import require_within
 from moe_conformance.truth.layer_oracle import EXACT, mlp
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import Violation
