@@ -13,12 +13,12 @@ from moe_conformance.cli.app import invoke
 from moe_conformance.cli.faults import select_faults
 from moe_conformance.faults.catalogue import faults, variants
 from moe_conformance.faults.execution import run_fault, run_variant
-from moe_conformance.faults.idle import JUSTIFIED
+from moe_conformance.faults.kill_matrix import idle_tests
 from moe_conformance.faults.known_bugs import KNOWN_BUGS, expressed
-from moe_conformance.faults.matrix import idle_tests
 from moe_conformance.faults.model import CatalogueError, Fault, Planted, sentence_of
 from moe_conformance.faults.plain_tail import PlainConsumer, PlainTail
 from moe_conformance.faults.results import FaultResult, MatrixReport
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
 from moe_conformance.plan import suite_tests
 from moe_contract import get_clause
 from moe_contract.clauses import registry

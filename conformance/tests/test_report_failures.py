@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.report.explain import explain_failures
+from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.failures import group_failures, reproduce
 from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict

@@ -79,9 +79,11 @@ def run(
     2 wrong usage or a suite error, 3 nothing ran.
     """
     from moe_conformance.cli.run import RunOptions, run_command
-    from moe_conformance.cli.selection import Asked
+    from moe_conformance.cli.selection import SelectionOptions
 
-    asked = Asked(tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed)
+    asked = SelectionOptions(
+        tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed
+    )
     options = RunOptions(workers, shard, report, timeout, verbosity=verbose - quiet)
     raise typer.Exit(run_command(asked, options))
 
@@ -102,13 +104,13 @@ def list_things(
     Backends take --device alone; clauses, profiles, models and faults take no option.
     """
     from moe_conformance.cli.listing import list_command
-    from moe_conformance.cli.selection import Asked
+    from moe_conformance.cli.selection import SelectionOptions
 
     options: dict[str, Any] = {
         "--producer": producer, "--consumer": consumer, "--profile": profile, "--tp": tp, "--device": device,
         "--clause": clause, "--seed": seed,
     }  # fmt: skip
-    asked = Asked(
+    asked = SelectionOptions(
         tuple(producer or ()), tuple(consumer or ()), "core" if profile is None else profile, tp, device,
         tuple(clause or ()), seed or 0,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from rich.text import Text
 from moe_conformance.cli.errors import CommandError, unknown
 from moe_conformance.cli.run import parse_workers
 from moe_conformance.faults.catalogue import faults, variants
-from moe_conformance.faults.idle import JUSTIFIED
-from moe_conformance.faults.matrix import run_matrix
+from moe_conformance.faults.kill_matrix import run_matrix
 from moe_conformance.faults.results import FaultResult, MatrixReport, Outcome, VariantResult
 from moe_conformance.faults.rules import RULES
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
 from moe_conformance.report.terminal import make_console
 from moe_contract import UnknownClauseError, get_clause
 from moe_contract.clauses import registry
@@ -86,7 +86,7 @@ def print_matrix(report: MatrixReport, console: Console, *, quiet: bool = False)
         console.print(_rule_table(report))
         console.print()
     for test in report.idle_tests:
-        reason = JUSTIFIED.get(test, "no reason is known: give one in faults/idle.py, or remove it")
+        reason = JUSTIFIED.get(test, "no reason is known: give one in faults/tests_without_fault.py, or remove it")
         console.print(Text(f"kills nothing: {test} ({reason})", style="yellow"), soft_wrap=True)
     console.print(Text("\n".join(textwrap.wrap(summary(report), console.width))), soft_wrap=True)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moe_conformance.cli.absence import absence_notes
 from moe_conformance.cli.errors import CommandError
-from moe_conformance.cli.selection import Asked, select
+from moe_conformance.cli.missing_cases import absence_notes
+from moe_conformance.cli.selection import SelectionOptions, select
 from moe_conformance.plan import PlanError, plan
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
@@ -35,7 +35,7 @@ class RunOptions:
     verbosity: int
 
 
-def run_command(asked: Asked, options: RunOptions) -> int:
+def run_command(asked: SelectionOptions, options: RunOptions) -> int:
     """Runs, prints, writes; the exit status. Every option is checked before the first case runs."""
     workers, shard = parse_workers(options.workers), parse_shard(options.shard)
     if not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_conformance.faults.idle import JUSTIFIED
 from moe_conformance.faults.known_bugs import KNOWN_BUGS
 from moe_conformance.faults.results import FaultResult, MatrixReport, RuleResult
 from moe_conformance.faults.rules import RULES
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
 from moe_contract.clauses import registry
 
 HEADER = """# Planted faults

@@ -17,7 +17,7 @@ from moe_conformance.faults.model import Fault, Planted, Variant
 from moe_conformance.faults.results import FaultResult, Killer, Outcome, VariantResult
 from moe_conformance.marks import Kind
 from moe_conformance.plan import PlanRequest, parameters, suite_tests
-from moe_conformance.report.explain import explain_failures
+from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.failures import FailureGroup, group_failures
 from moe_conformance.report.model import CaseResult
 from moe_conformance.subjects.calls import Settings

@@ -14,13 +14,13 @@ import pytest
 
 from moe_conformance.cases.profiles import get_profile
 from moe_conformance.plan import PlannedCase, PlanRequest, plan
+from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.environment import environment
-from moe_conformance.report.explain import explain_failures
 from moe_conformance.report.model import BackendRecord, Report, Selection
 from moe_conformance.report.progress import Progress, Silent
 from moe_conformance.runner.collector import Collector
-from moe_conformance.runner.environment import quiet_stderr, stops_on_sigterm, suite_environment
 from moe_conformance.runner.given_up import Strikes
+from moe_conformance.runner.process import quiet_stderr, stops_on_sigterm, suite_environment
 from moe_conformance.runner.sharding import Shard
 
 FEW_CASES = 40

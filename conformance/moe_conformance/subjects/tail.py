@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moe_conformance.cases.case import TailCase
 from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.declared_support import tail_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judging.diagnosis import Cause, diagnose
 from moe_conformance.judging.judge import Judgement, judge, same_bits
 from moe_conformance.judging.negative_controls import require_controls_rejected
 from moe_conformance.subjects.calls import Settings, on_every_rank
-from moe_conformance.subjects.protocol import checked_output
-from moe_conformance.support import tail_unsupported
+from moe_conformance.subjects.signature_checks import checked_output
 from moe_conformance.truth.tail_oracle import Truth, norm_truth, residual_truth
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, UnfinalizedMoEOutput, Violation

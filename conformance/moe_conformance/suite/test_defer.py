@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.cases.tail_data import move_output
+from moe_conformance.declared_support import tail_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.marks import clause, layers, pairs, several_ranks, several_tokens, tails
 from moe_conformance.subjects.calls import judged_errors, on_every_rank
@@ -17,7 +18,6 @@ from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.comparisons import require_same, require_within
 from moe_conformance.suite.deferral import deferred, judge_rows
 from moe_conformance.suite.refusals import refusal
-from moe_conformance.support import tail_unsupported
 from moe_conformance.truth import bounds
 from moe_conformance.truth.layer_oracle import finalized_truth
 from moe_conformance.truth.tail_oracle import EXACT, local_part

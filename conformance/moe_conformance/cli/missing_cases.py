@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
 from moe_conformance.cases.selection import select_cases
-from moe_conformance.cli.selection import REFERENCE, Asked
+from moe_conformance.cli.selection import REFERENCE, SelectionOptions
 from moe_conformance.marks import ConformanceTest, Kind
 from moe_conformance.plan import PlannedCase, PlanRequest, suite_tests
 from moe_contract import get_clause
@@ -15,7 +15,7 @@ LARGEST = PROFILE_NAMES[-1]
 """The profile to ask for where another has no case."""
 
 
-def absence_notes(asked: Asked, request: PlanRequest, planned: Sequence[PlannedCase]) -> Iterator[str]:
+def absence_notes(asked: SelectionOptions, request: PlanRequest, planned: Sequence[PlannedCase]) -> Iterator[str]:
     """One line for each clause of the request without a planned case, where the options are the reason."""
     present = {case.clause for case in planned}
     for clause in request.clauses:
@@ -26,7 +26,7 @@ def absence_notes(asked: Asked, request: PlanRequest, planned: Sequence[PlannedC
                 yield f"no case of {clause}: {why}"
 
 
-def _why_absent(clause: str, tests: Sequence[ConformanceTest], asked: Asked, request: PlanRequest) -> str:
+def _why_absent(clause: str, tests: Sequence[ConformanceTest], asked: SelectionOptions, request: PlanRequest) -> str:
     kinds = {test.kind for test in tests}
     asked_for = _kinds_asked_for(asked)
     if not kinds & asked_for:
@@ -47,7 +47,7 @@ def _why_absent(clause: str, tests: Sequence[ConformanceTest], asked: Asked, req
     return f"profile {profile.name} has none for it; --profile {LARGEST} has the most"
 
 
-def _kinds_asked_for(asked: Asked) -> set[Kind]:
+def _kinds_asked_for(asked: SelectionOptions) -> set[Kind]:
     """The kinds of tests that can take part: a side that is named alone is also tested in pairs with the reference."""
     if not asked.producers and not asked.consumers:
         return {"producer", "consumer", "pair"}

@@ -31,7 +31,7 @@ from moe_contract.signatures import CLOSE, LOAD, OPEN, RUN, TAIL, Call, require_
 
 
 @dataclass(frozen=True)
-class HeldConsumer:
+class CheckedConsumer:
     """A consumer whose ``open``, and the tail that it returns, take the calls of the protocol.
 
     The tail is checked once and handed on as it is, so that a captured or compiled call contains nothing of ours.
@@ -58,7 +58,7 @@ class HeldConsumer:
 
 
 @dataclass(frozen=True)
-class HeldProducer:
+class CheckedProducer:
     """A producer whose ``load``, and what it returns, take the calls of the protocol."""
 
     name: str
