@@ -27,8 +27,6 @@ def check_declaration(declaration: ProducerDeclaration) -> None:
         raise ValueError(f"{name}: route-major rows are not padded, so tile must be None, got {declaration.tile}")
     if declaration.quantization == "nvfp4" and INPUT_WEIGHTED_METHODS & declaration.routing_methods:
         raise ValueError(f"{name}: quantised inputs cannot be weighted, so routing_methods must not hold llama4")
-    if declaration.deferral_multiple != 1:
-        raise ValueError(f"{name}: rows are never padded, so deferral_multiple must be 1")
     if declaration.intermediate_dtype != "float32":
         raise ValueError(f"{name}: the intermediate is float32, not {declaration.intermediate_dtype}")
 

@@ -113,8 +113,7 @@ class LoadedReferenceProducer:
         return pending if self._defers(num_tokens) else finalize(pending)
 
     def _defers(self, num_tokens: int) -> bool:
-        declared, method = self.declaration, self.layer.routing.method
-        able = declared.can_defer and method not in declared.never_deferred
+        able = self.declaration.defers(self.layer.routing.method, self.layer.hidden_size)
         return able and self.config.should_defer(num_tokens)
 
     def _route(self, router_logits: Tensor | PrecomputedRouting) -> RoutedTokens:
