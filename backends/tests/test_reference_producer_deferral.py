@@ -172,7 +172,7 @@ def test_token_limit_is_kept_at_the_call() -> None:
     """max_tokens works at the limit and refuses one past it."""
     loaded = ReferenceProducer(declare("narrow", max_tokens=5)).load(lattice_layer(), DEFERRING)
     assert is_unfinalized(loaded(*lattice_batch(5)))
-    with pytest.raises(UnsupportedError, match="at most 5 tokens, got 6"):
+    with pytest.raises(UnsupportedError, match=r"^narrow: CAP-1: max_tokens is 5, got 6$"):
         loaded(*lattice_batch(6))
 
 

@@ -135,14 +135,6 @@ class ProducerDeclaration(_Declaration):
         """Whether a layer of this method and width is handed over unfinalized where deferral is on."""
         return self.can_defer and method not in self.never_deferred and hidden_size % self.deferral_multiple == 0
 
-    def routing_beyond(self, method: RoutingMethod, num_experts: int, top_k: int) -> str:
-        """Which limit of the method itself such a layer exceeds, in words; empty where none."""
-        for limit in self.routing_limits:
-            if limit.method is method and (num_experts > limit.max_experts or top_k > limit.max_top_k):
-                most = f"{limit.max_experts} experts and top_k {limit.max_top_k}"
-                return f"{method.value} routing of {num_experts} experts with top_k {top_k} (declared: at most {most})"
-        return ""
-
 
 class ConsumerDeclaration(_Declaration):
     """What a consumer says of itself."""

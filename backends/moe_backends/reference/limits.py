@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_contract import MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod, UnsupportedError
 from moe_contract.dtypes import dtype_name
-from moe_contract.limits import layer_beyond
+from moe_contract.limits import require_layer, require_tokens
 
 from .routing import INPUT_WEIGHTED_METHODS, check_routing
 
@@ -40,12 +40,11 @@ def check_layer(layer: MoELayer, declaration: ProducerDeclaration) -> None:
     """
     check_weights(layer)
     check_routing(layer.routing, layer.num_experts)
-    if reason := next(layer_beyond(declaration, layer), ""):
-        raise UnsupportedError(f"producer {declaration.name}: {reason}")
+    require_layer(declaration, layer)
     # TF32 and bfloat16 passes keep 10 or 7 bits of the intermediate, which the declaration calls float32.
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         raise UnsupportedError(
-            f"producer {declaration.name}: needs true float32 matmuls, but torch's precision is {precision!r}; "
+            f"{declaration.name}: needs true float32 matmuls, but torch's precision is {precision!r}; "
             "call torch.set_float32_matmul_precision('highest')"
         )
 
@@ -65,10 +64,7 @@ def check_batch(
         got = f"{list(hidden_states.shape)} {dtype_name(hidden_states.dtype)} on {hidden_states.device}"
         raise ValueError(f"hidden_states: expected {expected}, got {got}")
     num_tokens = hidden_states.shape[0]
-    if declaration.max_tokens is not None and num_tokens > declaration.max_tokens:
-        raise UnsupportedError(
-            f"producer {declaration.name}: at most {declaration.max_tokens} tokens, got {num_tokens}"
-        )
+    require_tokens(declaration, num_tokens)
     _check_router_input(layer, num_tokens, router_logits)
 
 

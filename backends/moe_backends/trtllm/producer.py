@@ -23,7 +23,7 @@ from moe_contract import (
     UnfinalizedMoEOutput,
     UnsupportedError,
 )
-from moe_contract.limits import layer_beyond
+from moe_contract.limits import require_layer
 
 from .bindings import SEPARATE_SINCE, bound
 from .calls import TUNE_MAX_TOKENS, Format, layer_arguments, padded_inputs
@@ -79,12 +79,10 @@ class TrtllmProducer:
         """
         check_weights(layer)
         check_routing(layer.routing, layer.num_experts)
-        name = self.declaration.name
-        if reason := next(layer_beyond(self.declaration, layer), ""):
-            raise UnsupportedError(f"producer {name}: {reason}")
+        require_layer(self.declaration, layer)
         check_groups(layer.routing, layer.num_experts)
         if reason := self.engine.unavailable(layer.device):
-            raise UnsupportedError(f"producer {name}: CAP-2: {reason}")
+            raise UnsupportedError(f"{self.declaration.name}: CAP-2: {reason}", clause="CAP-2")
         weights = self.engine.on_demand(layer.experts, self.weight_format)
         return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts) if weights is None else weights)
 
