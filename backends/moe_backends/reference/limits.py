@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_contract import MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod, UnsupportedError
+from moe_contract.declarations import INPUT_WEIGHTED_METHODS
 from moe_contract.dtypes import dtype_name
 from moe_contract.limits import require_layer, require_tokens
 
-from .routing import INPUT_WEIGHTED_METHODS, check_routing
+from .routing import check_routing
 
 
 def check_declaration(declaration: ProducerDeclaration) -> None:

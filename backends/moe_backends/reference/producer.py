@@ -17,14 +17,14 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 from moe_contract.completion import finalize
-from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS
+from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS, INPUT_WEIGHTED_METHODS
 from moe_contract.quant import NVFP4_BLOCK
 
 from .experts import expert_rows
 from .limits import check_batch, check_declaration, check_layer
 from .nvfp4_experts import nvfp4_rows
 from .permutation import Permutation, expert_major, route_major
-from .routing import INPUT_WEIGHTED_METHODS, RoutedTokens, route
+from .routing import RoutedTokens, route
 
 TILE = 8
 """Rows per expert segment are a multiple of this; the smallest tile of FlashInfer's TRTLLM kernels."""
@@ -39,7 +39,6 @@ def declare(name: str, **differences: object) -> ProducerDeclaration:
         # The loop over active experts reads their ids on the host.
         "graph_capturable": False,
         "compilable": False,
-        "never_deferred": INPUT_WEIGHTED_METHODS,
         "intermediate_dtype": "float32",
     }
     return ProducerDeclaration.model_validate(fields | differences)
@@ -131,7 +130,7 @@ class LoadedReferenceProducer:
         layer = self.layer
         local_ids = _local(routed.ids, layer)
         tokens, slots = torch.nonzero(local_ids >= 0, as_tuple=True)
-        on_input = layer.routing.method in INPUT_WEIGHTED_METHODS
+        on_input = layer.routing.method.weights_input
         experts = local_ids[tokens, slots]
         if self.declaration.quantization == "nvfp4" and tokens.numel():
             rows = nvfp4_rows(hidden_states, tokens, experts, layer.experts, layer.activation)

@@ -14,10 +14,6 @@ SUM_EPSILON = 1e-20
 """Guards the renormalising division; the constant of DeepSeek-V3's router, which FlashInfer's kernels copy."""
 GROUP_SCORE_EXPERTS = 2
 """DeepSeek-V3 scores a group by the sum of its two best experts."""
-BIASED_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
-"""The methods whose selection a bias steers."""
-INPUT_WEIGHTED_METHODS = frozenset({RoutingMethod.LLAMA4})
-"""The methods whose weight multiplies the expert's input, so that their rows are never unweighted (ROWS-3)."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,13 @@ def check_routing(routing: Routing, num_experts: int) -> None:
     name = f"routing method {routing.method}"
     if not 1 <= routing.top_k <= num_experts:
         raise ValueError(f"{name}: top_k must be in 1..num_experts ({num_experts}), got {routing.top_k}")
-    if routing.method is RoutingMethod.LLAMA4 and routing.top_k != 1:
+    if routing.method.weights_input and routing.top_k != 1:
         raise ValueError(f"{name}: weights the input of a single expert, so top_k must be 1, got {routing.top_k}")
     if routing.method is RoutingMethod.DEEPSEEK_V3:
         _check_groups(routing, num_experts)
     if routing.bias is None or routing.method is RoutingMethod.PRECOMPUTED:
         return
-    if routing.method not in BIASED_METHODS:
+    if not routing.method.takes_bias:
         raise ValueError(f"{name}: takes no selection bias, but routing.bias is set; expected None")
     if tuple(routing.bias.shape) != (num_experts,):
         raise ValueError(f"{name}: bias must have shape [{num_experts}], got {list(routing.bias.shape)}")

@@ -19,7 +19,6 @@ from moe_contract import (
     MoELayer,
     PrecomputedRouting,
     ProducerDeclaration,
-    RoutingMethod,
     UnfinalizedMoEOutput,
     UnsupportedError,
 )
@@ -141,7 +140,7 @@ class LoadedTrtllm:
     ) -> tuple[Tensor, dict[str, object], Call]:
         """Hidden states, the routing's keywords, and what is called."""
         layer, formats = self.layer, self.producer.weight_format
-        if layer.routing.method is RoutingMethod.LLAMA4:
+        if layer.routing.method.weights_input:
             hidden_states, router_logits = _input_weighted(hidden_states, router_logits, layer)
         if isinstance(router_logits, PrecomputedRouting):
             arguments, call = self._precomputed(router_logits, formats.routed_entry)

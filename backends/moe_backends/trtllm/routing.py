@@ -118,8 +118,8 @@ def precomputed_arguments() -> dict[str, object]:
 
 
 def _bias(routing: Routing, num_experts: int, device: torch.device) -> Tensor | None:
-    """The two biased methods need one; without it the selection is by the sigmoid alone, so zeros."""
-    if METHODS[routing.method].folds_since is None:
+    """A method that takes a bias needs one; without it the selection is by the sigmoid alone, so zeros."""
+    if not routing.method.takes_bias:
         return None
     if routing.bias is None:
         return torch.zeros(num_experts, dtype=torch.float32, device=device)
