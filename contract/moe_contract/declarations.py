@@ -21,8 +21,8 @@ Quantization = Literal["none", "nvfp4"]
 ALL_ROUTING_METHODS = frozenset(RoutingMethod)
 INPUT_WEIGHTED_METHODS = frozenset(method for method in RoutingMethod if method.weights_input)
 FOLDING_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
-"""The methods into whose weights FlashInfer's routing folds the scale (RoutingMethodType, version 0.7). Those that take a
-bias, but not for that: until 0.6.12 MINIMAX2 took one without folding."""
+"""The methods into whose weights FlashInfer's routing folds the scale (RoutingMethodType, version 0.7). They are those
+that take a bias, but not for that: until 0.6.12 MINIMAX2 took one without folding."""
 
 
 class RoundingProfile(StrEnum):

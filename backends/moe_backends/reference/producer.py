@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_backends.common.layer_checks import require_batch
+from moe_backends.common.routing import RoutedTokens, route
 from moe_contract import (
     CONTRACT_VERSION,
     LoadedProducer,
@@ -21,10 +23,9 @@ from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS, INPU
 from moe_contract.quant import NVFP4_BLOCK
 
 from .experts import expert_rows
-from .limits import check_batch, check_declaration, check_layer
+from .limits import require_declaration, require_loadable
 from .nvfp4_experts import nvfp4_rows
 from .permutation import Permutation, expert_major, route_major
-from .routing import RoutedTokens, route
 
 TILE = 8
 """Rows per expert segment are a multiple of this; the smallest tile of FlashInfer's TRTLLM kernels."""
@@ -70,7 +71,7 @@ class ReferenceProducer:
 
     def __init__(self, declaration: ProducerDeclaration = REFERENCE) -> None:
         """Refuses, with a ValueError, a declaration that this producer would not keep."""
-        check_declaration(declaration)
+        require_declaration(declaration)
         self.declaration = declaration
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
@@ -80,7 +81,7 @@ class ReferenceProducer:
             ValueError: weights or routing parameters that do not fit together.
             UnsupportedError: a layer beyond the declared limits.
         """
-        check_layer(layer, self.declaration)
+        require_loadable(layer, self.declaration)
         return LoadedReferenceProducer(self.declaration, layer, config)
 
 
@@ -104,7 +105,7 @@ class LoadedReferenceProducer:
             ValueError: inputs that do not fit the layer.
             UnsupportedError: more tokens than declared.
         """
-        check_batch(self.layer, self.declaration, hidden_states, router_logits)
+        require_batch(self.layer, self.declaration, hidden_states, router_logits)
         num_tokens = hidden_states.shape[0]
         if num_tokens == 0:
             return hidden_states.new_empty(0, self.layer.hidden_size)

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_backends.reference.limits import check_batch, check_weights
-from moe_backends.reference.routing import check_routing, route
-from moe_backends.weight_cache import WeightCache
+from moe_backends.common.layer_checks import require_batch, require_weights
+from moe_backends.common.routing import require_routing, route
+from moe_backends.common.weight_cache import WeightCache
 from moe_contract import (
     Installation,
     LoadedProducer,
@@ -28,7 +28,7 @@ from .bindings import SEPARATE_SINCE, bound
 from .calls import TUNE_MAX_TOKENS, Format, layer_arguments, padded_inputs
 from .engine import Engine
 from .returns import Call, Entry, RoutingInput, finalized, unfinalized
-from .routing import check_groups, logits_arguments, pack, precomputed_arguments
+from .routing import logits_arguments, pack, precomputed_arguments, require_groups
 
 Precomputed = Literal["packed", "separate"]
 """How routing from outside the kernel is handed over."""
@@ -76,10 +76,10 @@ class TrtllmProducer:
             ValueError: weights or routing parameters that do not fit together.
             UnsupportedError: beyond the declaration, or a machine that cannot run the kernels, with the reason.
         """
-        check_weights(layer)
-        check_routing(layer.routing, layer.num_experts)
+        require_weights(layer)
+        require_routing(layer.routing, layer.num_experts)
         require_layer(self.declaration, layer)
-        check_groups(layer.routing, layer.num_experts)
+        require_groups(layer.routing, layer.num_experts)
         if reason := self.engine.unavailable(layer.device):
             raise UnsupportedError(f"{self.declaration.name}: CAP-2: {reason}", clause="CAP-2")
         weights = self.engine.on_demand(layer.experts, self.weight_format)
@@ -109,7 +109,7 @@ class LoadedTrtllm:
             ReturnFormError: FlashInfer returned what is not known for this version.
         """
         producer, layer = self.producer, self.layer
-        check_batch(layer, producer.declaration, hidden_states, router_logits)
+        require_batch(layer, producer.declaration, hidden_states, router_logits)
         num_tokens = hidden_states.shape[0]
         if num_tokens == 0:
             # Answered here: the launcher divides by T on the host, which ends the process (OUT-2).

@@ -75,7 +75,7 @@ def limits(version: Version) -> tuple[RoutingLimit, ...]:
     )
 
 
-def check_groups(routing: Routing, num_experts: int) -> None:
+def require_groups(routing: Routing, num_experts: int) -> None:
     """UnsupportedError where grouped DeepSeek-V3 routing has no kernel for these sizes."""
     groups = routing.num_groups
     if routing.method is not RoutingMethod.DEEPSEEK_V3 or groups <= 1:
