@@ -23,6 +23,8 @@ ALLOWED = {
 """What may be imported besides the standard library: by the contract anywhere, by the backends when imported."""
 FORBIDDEN = {"moe_contract": {"moe_backends", "moe_conformance"}, "moe_backends": {"moe_conformance"}}
 FORBIDDEN["moe_conformance"] = {"moe_backends"}
+SHARED = {"common", "jit", "__pycache__"}
+"""Folders of moe_backends that are not backends."""
 DISCOVERED_AT_IMPORT = {"moe_conformance": {"moe_backends"}}
 """What a module finds by entry point when it is imported: planted faults are made of the reference backends."""
 GPU_ONLY = ("flashinfer", "vllm", "tvm_ffi", "triton", "cuda")
@@ -96,6 +98,19 @@ def test_backends_import_optional_packages_only_when_used() -> None:
 def test_imports_point_towards_the_contract(package: str) -> None:
     """No package imports one above it, and the suite imports no backend: it finds them by entry point."""
     found = [(file, all_imports(tree) & FORBIDDEN[package]) for file, tree in modules(package)]
+    assert not offences(found)
+
+
+def test_no_backend_is_made_of_another() -> None:
+    """What two backends share lies beside them, in ``common``, ``jit`` or a module of moe_backends itself."""
+    folder = PACKAGES["moe_backends"]
+    backends = {path.name for path in folder.iterdir() if path.is_dir()} - SHARED
+    assert backends
+    found = []
+    for file, tree in modules("moe_backends"):
+        parts = [node.module.split(".") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        siblings = {each[1] for each in parts if each[0] == "moe_backends" and len(each) > 1} & backends
+        found.append((file, siblings - {file.relative_to(folder).parts[0]}))
     assert not offences(found)
 
 
