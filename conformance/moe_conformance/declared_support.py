@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from moe_conformance.cases.case import LayerCase, Shape, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
 from moe_contract import ConsumerDeclaration, ProducerDeclaration, QuantFormat
+from moe_contract.limits import Request, beyond
 from moe_contract.quant import NVFP4_BLOCK
 
 
 def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str) -> str | None:
     """Why this consumer does not claim this case; None when it does."""
-    worlds = declared.world_sizes
-    checks = {
-        f"{case.ranks} ranks (declared: {sorted(worlds or ())})": worlds is None or case.ranks in worlds,
-        f"{case.weights_dtype} routing weights": case.weights_dtype in declared.weights_dtypes,
+    asked = Request(
+        device=device,
+        dtype=case.dtype,
+        top_k=case.top_k,
+        hidden_size=case.hidden_size,
+        tokens=case.tokens,
+        weights_dtype=case.weights_dtype,
+        ranks=case.ranks,
+    )
+    forms = {
         f"norm weight in {case.norm_weight_dtype}": case.norm_weight_dtype in declared.norm_weight_dtypes,
         "weight_bias": case.weight_bias == 0.0 or declared.weight_bias,
         f"quantised output {case.quant}": case.quant is None or case.quant in declared.quant_formats,
@@ -22,22 +29,24 @@ def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str)
             case.quant is not QuantFormat.NVFP4 or case.hidden_size % NVFP4_BLOCK == 0
         ),
     }
-    return _first_missing(declared, checks, case, device)
+    return _first_missing(declared, asked, forms)
 
 
 def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: str) -> str | None:
     """Why this producer does not claim this case; None when it does."""
-    limit = declared.max_experts
-    too_large = declared.routing_beyond(case.method, case.num_experts, case.top_k)
-    checks = {
-        f"routing method {case.method.value}": case.method in declared.routing_methods,
-        f"activation {case.activation.value}": case.activation in declared.activations,
-        "expert biases": not case.biases or declared.expert_biases,
-        "expert parallelism": case.ep == 1 or declared.expert_parallel,
-        too_large: not too_large,
-        f"{case.num_experts} experts (declared: at most {limit})": limit is None or case.num_experts <= limit,
-    }
-    return _first_missing(declared, checks, case, device)
+    asked = Request(
+        device=device,
+        dtype=case.dtype,
+        top_k=case.top_k,
+        hidden_size=case.hidden_size,
+        tokens=case.tokens,
+        method=case.method,
+        num_experts=case.num_experts,
+        activation=case.activation,
+        expert_biases=case.biases,
+        expert_parallel=case.ep != 1,
+    )
+    return _first_missing(declared, asked, {})
 
 
 def layer_unshardable(case: LayerCase) -> str | None:
@@ -58,24 +67,12 @@ def layer_unshardable(case: LayerCase) -> str | None:
 
 
 def _first_missing(
-    declared: ConsumerDeclaration | ProducerDeclaration, checks: dict[str, bool], case: Shape, device: str
+    declared: ConsumerDeclaration | ProducerDeclaration, asked: Request, forms: dict[str, bool]
 ) -> str | None:
-    def within(value: int, limit: int | None) -> bool:
-        return limit is None or value <= limit
-
-    common = {
-        f"device {device}": device in declared.devices,
-        f"activation dtype {case.dtype}": case.dtype in declared.dtypes,
-        f"{case.tokens} tokens (declared: at most {declared.max_tokens})": within(case.tokens, declared.max_tokens),
-        f"top_k {case.top_k} (declared: at most {declared.max_top_k})": within(case.top_k, declared.max_top_k),
-        f"hidden size {case.hidden_size} (declared: at most {declared.max_hidden_size})": within(
-            case.hidden_size, declared.max_hidden_size
-        ),
-        f"hidden size {case.hidden_size} (declared: multiples of {declared.hidden_size_multiple})": (
-            case.hidden_size % declared.hidden_size_multiple == 0
-        ),
-    }
-    for what, covered in (common | checks).items():
+    """The first declared limit that is exceeded, else the first form of a call that is not covered."""
+    for limit in beyond(declared, asked):
+        return f"{declared.name} declares no support: {limit.reason}"
+    for form, covered in forms.items():
         if not covered:
-            return f"{declared.name} declares no support for {what}"
+            return f"{declared.name} declares no support for {form}"
     return None

@@ -75,6 +75,7 @@ class PairSubject:
             device=self.settings.device,
             routing_method=self.case.method,
             ep_size=self.case.ep,
+            num_experts=self.case.num_experts,
         )
 
     def require_support(self) -> None:

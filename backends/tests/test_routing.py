@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_backends.reference.routing import route
+from moe_backends.common.routing import route
 from moe_contract import PrecomputedRouting, Routing, RoutingMethod
 
 METHODS = [method for method in RoutingMethod if method is not RoutingMethod.PRECOMPUTED]

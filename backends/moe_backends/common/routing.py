@@ -14,10 +14,6 @@ SUM_EPSILON = 1e-20
 """Guards the renormalising division; the constant of DeepSeek-V3's router, which FlashInfer's kernels copy."""
 GROUP_SCORE_EXPERTS = 2
 """DeepSeek-V3 scores a group by the sum of its two best experts."""
-BIASED_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
-"""The methods whose selection a bias steers."""
-INPUT_WEIGHTED_METHODS = frozenset({RoutingMethod.LLAMA4})
-"""The methods whose weight multiplies the expert's input, so that their rows are never unweighted (ROWS-3)."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +54,31 @@ def route(
             "router_logits: expected a floating-point tensor of shape [T, E], "
             f"got {router_logits.dtype} of shape {list(router_logits.shape)}"
         )
-    check_routing(routing, router_logits.shape[1])
+    require_routing(routing, router_logits.shape[1])
     ids, weights = _METHODS[routing.method](routing, router_logits.float())
     if fold_scale:
         weights = weights * routing.routed_scaling_factor
     return RoutedTokens(ids, weights.to(weights_dtype))
 
 
-def check_routing(routing: Routing, num_experts: int) -> None:
+def require_routing(routing: Routing, num_experts: int) -> None:
     """Refuses parameters that no batch could be routed with; ValueError says which and why."""
     name = f"routing method {routing.method}"
     if not 1 <= routing.top_k <= num_experts:
         raise ValueError(f"{name}: top_k must be in 1..num_experts ({num_experts}), got {routing.top_k}")
-    if routing.method is RoutingMethod.LLAMA4 and routing.top_k != 1:
+    if routing.method.weights_input and routing.top_k != 1:
         raise ValueError(f"{name}: weights the input of a single expert, so top_k must be 1, got {routing.top_k}")
     if routing.method is RoutingMethod.DEEPSEEK_V3:
-        _check_groups(routing, num_experts)
+        _require_groups(routing, num_experts)
     if routing.bias is None or routing.method is RoutingMethod.PRECOMPUTED:
         return
-    if routing.method not in BIASED_METHODS:
+    if not routing.method.takes_bias:
         raise ValueError(f"{name}: takes no selection bias, but routing.bias is set; expected None")
     if tuple(routing.bias.shape) != (num_experts,):
         raise ValueError(f"{name}: bias must have shape [{num_experts}], got {list(routing.bias.shape)}")
 
 
-def _check_groups(routing: Routing, num_experts: int) -> None:
+def _require_groups(routing: Routing, num_experts: int) -> None:
     groups, kept = routing.num_groups, routing.topk_groups
     if groups < 1 or num_experts % groups:
         raise ValueError(f"routing method {routing.method}: num_groups {groups} must divide {num_experts} experts")
