@@ -38,12 +38,8 @@ class Model(BaseModel):
     """Intermediate size of the shared expert; 0 for none."""
     weight_bias: float = 0.0
     precomputed_weights: Literal["activation", "float32"] = "activation"
-    pad: int = 0
-    """Width that quantised GEMMs pad the hidden size to; 0 for none."""
     tp: tuple[int, ...] = Field(min_length=1)
     """Tensor-parallel sizes it is served with."""
-    card: bool = False
-    """The figures are from a public model card, not from configuration files."""
 
     @property
     def reduced_intermediate_size(self) -> int:

@@ -136,11 +136,6 @@ FULL = Profile(
 _FIXED = {profile.name: profile for profile in (SMOKE, CORE, FULL)}
 
 
-def model_names() -> tuple[str, ...]:
-    """The models that ``model:NAME`` knows."""
-    return tuple(models())
-
-
 def get_profile(name: str) -> Profile:
     """The profile called ``name``; raises ProfileError with the nearest known one."""
     if name in _FIXED:

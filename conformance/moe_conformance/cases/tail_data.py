@@ -13,9 +13,10 @@ from moe_conformance.cases import strata
 from moe_conformance.cases.case import TailCase
 from moe_contract import MoEOutput, QuantRecipe, TailCapacity, UnfinalizedMoEOutput
 from moe_contract.dtypes import torch_dtype
-from moe_contract.outputs import require_unfinalized
+from moe_contract.outputs import is_unfinalized, require_unfinalized
 from moe_contract.quant import FP4_MAX, FP8_MAX, QuantFormat
 
+Routed = Tensor | UnfinalizedMoEOutput
 PADDING_ROWS = 5
 """Unreferenced rows among the permuted rows; odd, so that P is a multiple of nothing convenient."""
 
@@ -148,18 +149,24 @@ def _recipe(case: TailCase) -> QuantRecipe | None:
 
 def move_output(output: MoEOutput, device: torch.device) -> MoEOutput:
     """The output with its tensors on ``device``."""
-    routed = output.routed
+    return map_tensors(output, lambda tensor: tensor.to(device))
+
+
+def map_tensors(output: MoEOutput, change: Callable[[Tensor], Tensor]) -> MoEOutput:
+    """The output with ``change`` made to each of its tensors."""
+    shared = output.shared_output
+    routed = map_routed(output.routed, change)
+    return MoEOutput(routed, None if shared is None else change(shared), output.routed_scaling_factor)
+
+
+def map_routed(routed: Routed, change: Callable[[Tensor], Tensor]) -> Routed:
+    """The routed part with ``change`` made to each of its tensors; what is neither of its forms stays as it is."""
     if isinstance(routed, Tensor):
-        moved: Tensor | UnfinalizedMoEOutput = routed.to(device)
-    else:
-        moved = UnfinalizedMoEOutput(
-            routed.gemm2_permuted.to(device),
-            routed.expert_weights.to(device),
-            routed.expanded_idx_to_permuted_idx.to(device),
-            routed.route_major,
-        )
-    shared = None if output.shared_output is None else output.shared_output.to(device)
-    return MoEOutput(moved, shared, output.routed_scaling_factor)
+        return change(routed)
+    if not is_unfinalized(routed):
+        return routed
+    rows, weights, index = routed.gemm2_permuted, routed.expert_weights, routed.expanded_idx_to_permuted_idx
+    return UnfinalizedMoEOutput(change(rows), change(weights), change(index), getattr(routed, "route_major", False))
 
 
 def with_routed(inputs: TailInputs, change: Callable[[UnfinalizedMoEOutput], UnfinalizedMoEOutput]) -> TailInputs:

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_conformance.cli.errors import EXIT_USAGE, CommandError, one_line
+from moe_conformance.cli.errors import CommandError, one_line
+from moe_conformance.exit_status import ExitStatus
 
 PROGRAM = "moe-conformance"
 DEBUG = "MOE_CONFORMANCE_DEBUG"
 """Environment variable: let an internal error end the program with its traceback."""
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 app = typer.Typer(
     name=PROGRAM,
     help="Decides whether mixture-of-experts kernels keep the contract for unfinalized outputs.",
@@ -207,7 +206,7 @@ def invoke(arguments: list[str]) -> int:
     except CommandError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has seen enough; closing stdout again at exit must not complain either.
         sys.stdout = None
@@ -221,7 +220,7 @@ def _refuse_unexpected(error: Exception) -> int:
     # typer's own usage errors: their base class moved between the versions that are supported.
     if hasattr(error, "format_message"):
         message = one_line(error.format_message())
-        return _refuse(message) if message else EXIT_USAGE
+        return _refuse(message) if message else ExitStatus.UNUSABLE
     if os.environ.get(DEBUG):
         raise error
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -231,4 +230,4 @@ def _refuse_unexpected(error: Exception) -> int:
 
 def _refuse(message: object) -> int:
     print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr)
-    return EXIT_USAGE
+    return ExitStatus.UNUSABLE

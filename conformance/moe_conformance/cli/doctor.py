@@ -12,6 +12,7 @@ import textwrap
 from importlib.metadata import PackageNotFoundError, version
 
 from moe_conformance.cli.selection import choose_device, installed_candidates
+from moe_conformance.exit_status import ExitStatus
 from moe_conformance.report.environment import suite_version
 from moe_conformance.report.terminal import make_console
 from moe_contract import CONTRACT_VERSION, Installation, Installed
@@ -19,8 +20,6 @@ from moe_contract.discovery import BackendNotFoundError, installed_backends, loa
 
 LABEL_WIDTH = 12
 PROBE_TIMEOUT_S = 20.0
-EXIT_OK, EXIT_BROKEN, EXIT_NOTHING = 0, 1, 3
-"""As a run's: all hold, one is broken, nothing ran."""
 
 
 def doctor_command() -> None:
@@ -62,8 +61,8 @@ def package_command(package: str) -> int:
         head = f"{side} {name}  "
         print("\n".join(textwrap.wrap(what, width, initial_indent=head, subsequent_indent=" " * 6)))
     if any(report.problems for report in found.values()):
-        return EXIT_BROKEN
-    return EXIT_OK if any(report.version for report in found.values()) else EXIT_NOTHING
+        return ExitStatus.BROKEN
+    return ExitStatus.HOLDS if any(report.version for report in found.values()) else ExitStatus.NOTHING_RAN
 
 
 def facts() -> dict[str, str]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from moe_conformance.cli.errors import CommandError
 from moe_conformance.cli.missing_cases import absence_notes
 from moe_conformance.cli.selection import SelectionOptions, select
+from moe_conformance.cli.values import parse_workers
 from moe_conformance.plan import PlanError, plan
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
@@ -73,15 +74,6 @@ def parse_folder(text: str | None) -> Path | None:
     if text is not None and not text.strip():
         raise CommandError(f"--report: expected a folder such as report, or . for this one, got {text!r}")
     return None if text is None else Path(text)
-
-
-def parse_workers(text: str) -> int | None:
-    """A number of processes; None for ``auto``."""
-    if text == "auto":
-        return None
-    if not (text.isdecimal() and int(text) > 0):
-        raise CommandError(f"-n: expected auto or a number of worker processes from 1, got {text!r}")
-    return int(text)
 
 
 def parse_shard(text: str | None) -> Shard | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -14,6 +13,7 @@ from moe_conformance.faults.catalogue import faults, variants
 from moe_conformance.faults.execution import run_fault, run_variant
 from moe_conformance.faults.results import FaultResult, MatrixReport, VariantResult
 from moe_conformance.faults.rules import apply_rules
+from moe_conformance.machine import usable_cores
 from moe_conformance.plan import suite_tests
 
 Progress = Callable[[FaultResult | VariantResult], None]
@@ -31,7 +31,7 @@ def run_matrix(
     started = time.monotonic()
     tasks = [("fault", name, quick) for name in fault_ids] + [("variant", name, quick) for name in variant_ids]
     found: dict[tuple[str, str], FaultResult | VariantResult] = {}
-    count = min(workers or _cores(), max(1, len(tasks)))
+    count = min(workers or usable_cores(), max(1, len(tasks)))
     if count == 1:
         for task in tasks:
             found[task[0], task[1]] = result = _one(*task)
@@ -74,7 +74,3 @@ def _one(kind: str, name: str, quick: bool) -> FaultResult | VariantResult:
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

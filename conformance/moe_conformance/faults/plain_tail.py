@@ -29,6 +29,11 @@ DECLARED: dict[str, Any] = {"weights_dtypes": frozenset({"activation", "float32"
 """What the plain tail declares beyond the defaults."""
 
 
+def sum_rounded_at_each(parts: list[Tensor]) -> Tensor:
+    """The ranks' parts ``[T, H]`` of a 16-bit dtype added one by one, rounded to it after each; float32."""
+    return sum(parts[1:], parts[0]).float()
+
+
 @dataclass
 class PlainTail:
     """Profile C: float32 within a rank, one rounding to publish, ranks summed in float32, one rounding of the residual.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from moe_conformance.cases.profiles import get_profile
+from moe_conformance.machine import usable_cores
 from moe_conformance.plan import PlannedCase, PlanRequest, plan
 from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.environment import environment
@@ -104,7 +104,7 @@ def default_workers(cases: int, request: PlanRequest) -> int:
     """How many worker processes pay off."""
     if cases < FEW_CASES:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if request.device == "cuda":
         return min(cores, cases, GPU_WORKERS)
     # Half as many again keep the cores busy while ranks wait for a peer that comes late or never; but not for a short

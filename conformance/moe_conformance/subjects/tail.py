@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.cases.case import TailCase
-from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs, map_tensors
 from moe_conformance.declared_support import tail_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.judging.diagnosis import Cause, diagnose
@@ -20,7 +20,7 @@ from moe_conformance.subjects.calls import Settings, on_every_rank
 from moe_conformance.subjects.signature_checks import checked_output
 from moe_conformance.truth.tail_oracle import Truth, norm_truth, residual_truth
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
-from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, UnfinalizedMoEOutput, Violation
+from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, Violation
 
 cached_inputs = lru_cache(maxsize=4)(make_tail_inputs)
 """Every consumer gets the same inputs, one after the other; each call is handed a copy."""
@@ -205,19 +205,7 @@ LARGE_ROWS = 2**30
 
 def copy_output(output: MoEOutput) -> MoEOutput:
     """A copy whose tensors are its own."""
-    routed: object = output.routed
-    if isinstance(routed, Tensor):
-        routed = routed.clone()
-    elif isinstance(routed, UnfinalizedMoEOutput):
-        rows = routed.gemm2_permuted
-        routed = UnfinalizedMoEOutput(
-            rows if rows.numel() > LARGE_ROWS else clone(rows),
-            clone(routed.expert_weights),
-            clone(routed.expanded_idx_to_permuted_idx),
-            routed.route_major,
-        )
-    shared = output.shared_output
-    return MoEOutput(routed, None if shared is None else clone(shared), output.routed_scaling_factor)  # type: ignore[arg-type]  # tests hand over wrong forms on purpose
+    return map_tensors(output, lambda tensor: tensor if tensor.numel() > LARGE_ROWS else clone(tensor))
 
 
 def clone(tensor: Tensor) -> Tensor:

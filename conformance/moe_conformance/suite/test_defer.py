@@ -19,8 +19,9 @@ from moe_conformance.suite.comparisons import require_same, require_within
 from moe_conformance.suite.deferral import deferred, judge_rows
 from moe_conformance.suite.refusals import refusal
 from moe_conformance.truth import bounds
+from moe_conformance.truth.bounds import EXACT
 from moe_conformance.truth.layer_oracle import finalized_truth
-from moe_conformance.truth.tail_oracle import EXACT, local_part
+from moe_conformance.truth.tail_oracle import local_part
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import MoEOutput, PendingOutputError, Violation, complete, finalize, is_unfinalized
 from moe_contract.completion import require_tensor

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moe_contract.declarations import RoundingProfile, ScalePlacement
 
+EXACT = torch.float64
+"""The dtype of every truth and bound: 29 bits more than float32, the widest that is judged."""
 U32 = 2.0**-24
 """Unit roundoff of float32."""
 UNIT_ROUNDOFF = {torch.float32: U32, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from moe_conformance.cases.layer_data import LayerInputs
 from moe_conformance.truth import bounds, nvfp4_oracle, routing_oracle
-from moe_conformance.truth.bounds import U32, UNIT_ROUNDOFF
+from moe_conformance.truth.bounds import EXACT, U32, UNIT_ROUNDOFF
 from moe_conformance.truth.routing_oracle import RoutedTruth
 from moe_contract import Activation, ExpertWeights, MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod
 from moe_contract.declarations import Quantization
 from moe_contract.dtypes import DtypeName, torch_dtype
 
-EXACT = torch.float64
 SLOPE = 1.13
 """Largest slope of silu, of gelu and of x * sigmoid(1.702 x): 1.0998, 1.1290 and 1.0998."""
 ACTIVATION_ULPS = 16

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.truth.bounds import U32
+from moe_conformance.truth.bounds import EXACT, U32
 from moe_contract import PrecomputedRouting, Routing, RoutingMethod
 
-EXACT = torch.float64
 EXP_ULPS = 8
 """Roundings granted to one exp, sigmoid or division chain of a router in float32, besides the argument's own."""
 SIGMOID_BIASED = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})

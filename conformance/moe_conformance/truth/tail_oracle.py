@@ -9,10 +9,9 @@ from torch import Tensor
 
 from moe_conformance.cases.tail_data import TailInputs
 from moe_conformance.truth import bounds
+from moe_conformance.truth.bounds import EXACT
 from moe_contract import ConsumerDeclaration, MoEOutput
 from moe_contract.outputs import require_unfinalized
-
-EXACT = torch.float64
 
 
 @dataclass(frozen=True)

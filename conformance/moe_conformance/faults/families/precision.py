@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_conformance.faults import delta_producer, plain_tail
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
-from moe_conformance.faults.plain_tail import PlainTail
+from moe_conformance.faults.plain_tail import PlainTail, sum_rounded_at_each
 from moe_contract import RoundingProfile, RoutingMethod, UnfinalizedMoEOutput
 
 FAULTS: list[Fault] = []
@@ -61,8 +61,7 @@ class RoundsAtEachRank(PlainTail):
 
     def add_ranks(self, parts: list[Tensor]) -> Tensor:
         """Rounded after each."""
-        narrow = [part.to(self.capacity.dtype) for part in parts]
-        return sum(narrow[1:], narrow[0]).float()
+        return sum_rounded_at_each([part.to(self.capacity.dtype) for part in parts])
 
 
 @consumer_fault("NUM-1", smallest="any value that rounds")
@@ -121,8 +120,7 @@ class _ProfileB(PlainTail):
 
     def add_ranks(self, parts: list[Tensor]) -> Tensor:
         """Rounded after each."""
-        narrow = [part.to(self.capacity.dtype) for part in parts]
-        return sum(narrow[1:], narrow[0]).float()
+        return sum_rounded_at_each([part.to(self.capacity.dtype) for part in parts])
 
 
 @consumer_fault("NUM-1", smallest="K=8: one large term and seven below half a unit in its last place")
