@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_backends.reference.quantize import nvfp4_linear, swizzle_scales
+from moe_backends.common.nvfp4 import nvfp4_linear, swizzle_scales
 from moe_backends.trtllm import bf16_producer, nvfp4_producer
 from moe_backends.trtllm.weights import bf16, nvfp4
 from moe_backends.trtllm.weights.rows import first_gemm_order, second_gemm_order

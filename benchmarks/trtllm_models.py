@@ -30,7 +30,7 @@ LONGEST_CASE_S = "300"
 def measure(model: str, producer: str) -> dict[str, Any]:
     """One profile in a process of its own: verdicts of the cases that the producer takes part in, seconds, GB, and the
     intermediate size that it was cut to."""
-    from moe_conformance.models import models
+    from moe_conformance.cases.models import models
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "moe_conformance", "run", "--producer", producer, "--consumer", "reference"]
@@ -54,7 +54,7 @@ def measure(model: str, producer: str) -> dict[str, Any]:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown, a row for each model and producer."""
-    from moe_conformance.models import models
+    from moe_conformance.cases.models import models
     from moe_contract.discovery import load_producer
 
     lines = ["| model | H | I of I | E | K | producer | defers | pass | unsupported | other | CPU s | GB |"]
@@ -88,7 +88,7 @@ def documented(text: str, rows: str) -> str:
 
 def main() -> int:
     """The command; 1 where a profile ended with another status than 0."""
-    from moe_conformance.models import models
+    from moe_conformance.cases.models import models
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="models that are run anew")

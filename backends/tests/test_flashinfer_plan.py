@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,7 +69,7 @@ def test_without_a_gpu_opening_is_refused_in_one_line(way: launcher_module.Way) 
     """CAP-2: no device, no traceback, whichever way to the kernel is asked for."""
     with pytest.raises(UnsupportedError, match="flashinfer-fused: CAP-2: torch sees no CUDA device") as caught:
         FlashInferConsumer(way=way).open(cuda_group(2), capacity())
-    assert "\n" not in str(caught.value)
+    assert caught.value.clause == "CAP-2" and "\n" not in str(caught.value)
 
 
 def test_importing_loads_neither_flashinfer_nor_device() -> None:
@@ -179,6 +180,7 @@ class RecordingKernel:
     """Notes its calls; what a tail would launch."""
 
     way = "header"
+    max_cluster = plan.MAX_CLUSTER
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -331,18 +333,29 @@ def test_the_module_brought_along_takes_the_place_of_flashinfers_build(
     assert calls[1]["expert_scale_factor"] is one and calls[1]["launch_with_pdl"] is True
 
 
+def refuse(error: Exception) -> Callable[..., None]:
+    """A way to the kernel that raises this."""
+
+    def open_kernel(*arguments: object) -> None:
+        raise error
+
+    return open_kernel
+
+
 def test_both_reasons_are_given_when_neither_way_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, so that the user can choose which lack to mend."""
+    """One line, so that the user can choose which lack to mend; words in it decide nothing."""
+    monkeypatch.setattr(launcher_module.header, "open_kernel", refuse(UnsupportedError("no compiler: CAP-2")))
+    monkeypatch.setattr(launcher_module.package, "open_kernel", refuse(UnsupportedError("no package", clause="CAP-2")))
+    with pytest.raises(UnsupportedError, match=r"^no compiler: CAP-2; nor as a package: no package$") as caught:
+        launcher_module.open_kernel("auto", BF16, 2, torch.device("cuda"))
+    assert caught.value.clause == "CAP-2"
 
-    def refuse(reason: str) -> object:
-        def open_kernel(*arguments: object) -> None:
-            raise UnsupportedError(reason)
 
-        return open_kernel
-
-    monkeypatch.setattr(launcher_module.header, "open_kernel", refuse("no compiler"))
-    monkeypatch.setattr(launcher_module.package, "open_kernel", refuse("no package"))
-    with pytest.raises(UnsupportedError, match=r"^no compiler; nor as a package: no package$"):
+def test_a_gpu_without_the_kernel_is_not_asked_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CAP-2, by the refusal's clause: neither way has a kernel for such a GPU, so the package is not imported."""
+    monkeypatch.setattr(launcher_module.header, "open_kernel", refuse(UnsupportedError("no GPU", clause="CAP-2")))
+    monkeypatch.setattr(launcher_module.package, "open_kernel", refuse(AssertionError("asked")))
+    with pytest.raises(UnsupportedError, match=r"^no GPU$"):
         launcher_module.open_kernel("auto", BF16, 2, torch.device("cuda"))
 
 

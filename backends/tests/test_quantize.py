@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_backends.reference.quantize import dequantize, quantize, to_e2m1_codes, to_e4m3
+from moe_backends.common.nvfp4 import to_e2m1_codes
+from moe_backends.reference.quantize import dequantize, quantize, to_e4m3
 from moe_contract.quant import QuantFormat, QuantRecipe, ScaleLayout, swizzled_scale_offset, swizzled_scale_shape
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -85,6 +85,13 @@ def test_a_producer_that_cannot_defer_finalizes() -> None:
     assert isinstance(producer.load(lattice_layer(), DEFERRING)(*lattice_batch(5)), Tensor)
 
 
+@pytest.mark.parametrize(("multiple", "defers"), [(HIDDEN, True), (2 * HIDDEN, False)])
+def test_a_width_off_the_declared_multiple_is_finalized(multiple: int, defers: bool) -> None:
+    """deferral_multiple is kept as declared, as by a kernel that pads its rows (DEFER-3, ROWS-4)."""
+    producer = ReferenceProducer(declare("padding", deferral_multiple=multiple))
+    assert is_unfinalized(producer.load(lattice_layer(), DEFERRING)(*lattice_batch(5))) == defers
+
+
 def test_inputs_that_do_not_fit_are_refused_with_got_and_expected() -> None:
     """Width, dtype, logits width and token counts are each named."""
     loaded = PRODUCER.load(lattice_layer(), DEFERRING)
@@ -165,7 +172,7 @@ def test_token_limit_is_kept_at_the_call() -> None:
     """max_tokens works at the limit and refuses one past it."""
     loaded = ReferenceProducer(declare("narrow", max_tokens=5)).load(lattice_layer(), DEFERRING)
     assert is_unfinalized(loaded(*lattice_batch(5)))
-    with pytest.raises(UnsupportedError, match="at most 5 tokens, got 6"):
+    with pytest.raises(UnsupportedError, match=r"^narrow: CAP-1: max_tokens is 5, got 6$"):
         loaded(*lattice_batch(6))
 
 

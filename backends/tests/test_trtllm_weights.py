@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_backends.reference.quantize import swizzle_scales
+from moe_backends.common.nvfp4 import swizzle_scales
 from moe_backends.trtllm.weights import bf16, nvfp4
 from moe_backends.trtllm.weights.blocks import from_blocks, padded, to_blocks
 from moe_backends.trtllm.weights.rows import first_gemm_order, inverse, pair_order, second_gemm_order, shuffle_order

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moe_conformance.marks import metadata
 from moe_conformance.outcome import case_result
-from moe_conformance.plan import Parameter, PlanRequest, parameters, suite_tests
+from moe_conformance.plan import Parameter, PlanRequest, SuiteTest, parameters, suite_test, suite_tests
 from moe_conformance.report.model import CaseResult
 from moe_conformance.subjects.calls import Settings
 from moe_conformance.subjects.make import Sides, make_subject
@@ -26,14 +25,12 @@ def run_direct(
 
     The request's ``producers`` and ``consumers`` only give the names that results carry.
     """
-    for name, function in suite_tests().items():
-        test = metadata(function)
-        assert test is not None
-        if request.clauses and test.clause not in request.clauses:
+    for test in suite_tests().values():
+        if request.clauses and test.metadata.clause not in request.clauses:
             continue
-        for parameter in parameters(test, request):
+        for parameter in parameters(test.metadata, request):
             sides = Sides(producer if parameter.producer else None, consumer if parameter.consumer else None)
-            yield _run_one(name, function, parameter, sides, settings or Settings())
+            yield _run_one(test, parameter, sides, settings or Settings())
 
 
 def run_case(
@@ -44,24 +41,20 @@ def run_case(
     *,
     settings: Settings | None = None,
 ) -> CaseResult:
-    """The result of one conformance test on one case that no profile need contain."""
+    """The result of one conformance test, by its function, on one case that no profile need contain."""
     names = (producer.declaration.name if producer else None, consumer.declaration.name if consumer else None)
     parameter = Parameter(producer=names[0], consumer=names[1], case=case)
-    return _run_one(function.__name__, function, parameter, Sides(producer, consumer), settings or Settings())
+    test = suite_test(function.__name__, function)
+    return _run_one(test, parameter, Sides(producer, consumer), settings or Settings())
 
 
-def _run_one(
-    name: str, function: Callable[..., Any], parameter: Parameter, sides: Sides, settings: Settings
-) -> CaseResult:
-    test = metadata(function)
-    assert test is not None
-    subject = make_subject(parameter, sides, test.clause, settings)
+def _run_one(test: SuiteTest, parameter: Parameter, sides: Sides, settings: Settings) -> CaseResult:
+    subject = make_subject(parameter, sides, test.metadata.clause, settings)
     started = time.perf_counter()
     error: BaseException | None = None
     try:
-        function(subject)
+        test.function(subject)
     except Exception as raised:
         error = raised
-    return case_result(
-        f"{name}[{parameter.id}]", test, parameter, error, subject.headroom, time.perf_counter() - started
-    )
+    name, seconds = f"{test.name}[{parameter.id}]", time.perf_counter() - started
+    return case_result(name, test.metadata, parameter, error, subject.headroom, seconds)

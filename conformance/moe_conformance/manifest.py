@@ -9,10 +9,9 @@ import tomllib
 from importlib.resources import files
 from pathlib import Path
 
-from moe_conformance.case_selection import select_cases
-from moe_conformance.marks import metadata
+from moe_conformance.cases.profiles import PROFILE_NAMES, get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.plan import suite_tests
-from moe_conformance.profiles import PROFILE_NAMES, get_profile
 
 Manifest = dict[str, dict[str, int]]
 """Cases by profile and ``module.py::function``, whatever the backends."""
@@ -28,13 +27,9 @@ def committed() -> Manifest:
 
 def collected() -> Manifest:
     """The manifest of the suite as it is."""
-    tests = {name: metadata(function) for name, function in sorted(suite_tests().items())}
+    tests = sorted(suite_tests().items())
     return {
-        profile: {
-            name: len(select_cases(get_profile(profile), test, None, 0))
-            for name, test in tests.items()
-            if test is not None
-        }
+        profile: {name: len(select_cases(get_profile(profile), test.metadata, None, 0)) for name, test in tests}
         for profile in PROFILE_NAMES
     }
 

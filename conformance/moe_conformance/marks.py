@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from moe_conformance.cases import Shape
+from moe_conformance.cases.case import Shape
 
 Kind = Literal["consumer", "producer", "pair"]
 """What the test is handed: ``tail`` (TailSubject), ``layer`` (LayerSubject) or ``pair`` (PairSubject)."""
@@ -16,14 +16,15 @@ FIXTURE: dict[Kind, str] = {"consumer": "tail", "producer": "layer", "pair": "pa
 Where = Callable[[Any], bool]
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "moe_conformance_test"
+"""Of a test function: the fields that its marks have given so far."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConformanceTest:
     """The metadata of one test function."""
 
-    clause: str = ""
-    kind: Kind | None = None
+    clause: str
+    kind: Kind
     variants: tuple[dict[str, Any], ...] = field(default=({},))
     """Features laid over each of the profile's shapes; one case each."""
     breadth: Breadth = "few"
@@ -47,19 +48,15 @@ def several_tokens(case: Shape) -> bool:
 
 
 def metadata(function: Callable[..., Any]) -> ConformanceTest | None:
-    """The metadata of a test function; None where it has none."""
-    found: ConformanceTest | None = getattr(function, _ATTRIBUTE, None)
-    return found
+    """The metadata of a test function; None where its marks do not give both clause and cases."""
+    given: dict[str, Any] = getattr(function, _ATTRIBUTE, {})
+    return ConformanceTest(**given) if given.keys() >= {"clause", "kind"} else None
 
 
 def clause(clause_id: str) -> Callable[[F], F]:
     """The clause that a failure of this test blames first."""
 
-    def mark(function: F) -> F:
-        _metadata(function).clause = clause_id
-        return function
-
-    return mark
+    return _mark(clause=clause_id)
 
 
 def tails(*variants: dict[str, Any], breadth: Breadth = "few", where: Where | None = None) -> Callable[[F], F]:
@@ -78,17 +75,12 @@ def pairs(*variants: dict[str, Any], breadth: Breadth = "few", where: Where | No
 
 
 def _cases(kind: Kind, variants: tuple[dict[str, Any], ...], breadth: Breadth, where: Where | None) -> Callable[[F], F]:
+    return _mark(kind=kind, variants=variants or ({},), breadth=breadth, where=where)
+
+
+def _mark(**fields: Any) -> Callable[[F], F]:
     def mark(function: F) -> F:
-        found = _metadata(function)
-        found.kind, found.variants, found.breadth, found.where = kind, variants or ({},), breadth, where
+        setattr(function, _ATTRIBUTE, getattr(function, _ATTRIBUTE, {}) | fields)
         return function
 
     return mark
-
-
-def _metadata(function: Callable[..., Any]) -> ConformanceTest:
-    found = metadata(function)
-    if found is None:
-        found = ConformanceTest()
-        setattr(function, _ATTRIBUTE, found)
-    return found

@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from moe_conformance import suite
-from moe_conformance.case_selection import select_cases
-from moe_conformance.cases import LayerCase, TailCase
-from moe_conformance.layer_data import weights_key
+from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.layer_data import weights_key
+from moe_conformance.cases.profiles import get_profile
+from moe_conformance.cases.selection import select_cases
 from moe_conformance.marks import ConformanceTest, Kind, metadata
-from moe_conformance.profiles import get_profile
 
 
 class PlanRequest(BaseModel):
@@ -73,23 +74,42 @@ class PlanError(ValueError):
     """The suite cannot run as asked; the message is one line."""
 
 
+@dataclass(frozen=True)
+class SuiteTest:
+    """One conformance test and what its marks say of it."""
+
+    name: str
+    """``module.py::function``."""
+    function: Callable[..., Any]
+    metadata: ConformanceTest
+
+
+def suite_test(name: str, function: Callable[..., Any]) -> SuiteTest:
+    """The function as a conformance test; raises PlanError where its marks do not give both clause and cases."""
+    found = metadata(function)
+    if found is None:
+        raise PlanError(
+            f"{name} does not say both clause and cases: mark it with @clause and @tails, @layers or @pairs"
+        )
+    return SuiteTest(name, function, found)
+
+
 @cache
-def suite_tests() -> dict[str, Callable[..., Any]]:
-    """Every conformance test by ``module.py::function``."""
-    found: dict[str, Callable[..., Any]] = {}
+def suite_tests() -> dict[str, SuiteTest]:
+    """Every conformance test by ``module.py::function``; raises PlanError for one that is not marked."""
+    found: dict[str, SuiteTest] = {}
     for module_info in pkgutil.iter_modules(suite.__path__):
         if module_info.name.startswith("test_"):
             module = importlib.import_module(f"moe_conformance.suite.{module_info.name}")
-            for name, value in vars(module).items():
-                if name.startswith("test_") and callable(value):
-                    found[f"{module_info.name}.py::{name}"] = value
+            for function, value in vars(module).items():
+                if function.startswith("test_") and callable(value):
+                    name = f"{module_info.name}.py::{function}"
+                    found[name] = suite_test(name, value)
     return found
 
 
 def parameters(test: ConformanceTest, request: PlanRequest) -> list[Parameter]:
     """The parameters of one test, in the order in which inputs can be reused: case by case, backend by backend."""
-    if test.kind is None:
-        return []
     cases = select_cases(get_profile(request.profile), test, request.ranks, request.seed)
     return [Parameter(producer=p, consumer=c, case=case) for case in cases for p, c in _backends(test.kind, request)]
 
@@ -104,23 +124,18 @@ def inputs_key(case: LayerCase | TailCase) -> tuple[str, ...]:
 def plan(request: PlanRequest) -> list[PlannedCase]:
     """Every case that the request runs."""
     planned = []
-    for name, function in suite_tests().items():
-        test = metadata(function)
-        if test is None or test.kind is None:
-            raise PlanError(f"{name} says neither clause nor cases: mark it with @clause and @tails, @layers or @pairs")
-        if request.clauses and test.clause not in request.clauses:
-            continue
-        planned += [_planned(name, test, parameter) for parameter in parameters(test, request)]
+    for test in suite_tests().values():
+        if not request.clauses or test.metadata.clause in request.clauses:
+            planned += [_planned(test, parameter) for parameter in parameters(test.metadata, request)]
     return planned
 
 
-def _planned(name: str, test: ConformanceTest, parameter: Parameter) -> PlannedCase:
-    assert test.kind is not None
+def _planned(test: SuiteTest, parameter: Parameter) -> PlannedCase:
     return PlannedCase(
-        id=f"{name}[{parameter.id}]",
-        test=name,
-        clause=test.clause,
-        kind=test.kind,
+        id=f"{test.name}[{parameter.id}]",
+        test=test.name,
+        clause=test.metadata.clause,
+        kind=test.metadata.kind,
         producer=parameter.producer,
         consumer=parameter.consumer,
         case=parameter.case.model_dump(mode="json"),

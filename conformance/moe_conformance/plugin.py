@@ -67,7 +67,7 @@ def request_of(config: pytest.Config) -> PlanRequest:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Lays each conformance test over the cases and backends of the plan."""
     test = _metadata(metafunc.function)
-    if test is None or test.kind is None:
+    if test is None:
         return
     from moe_conformance.marks import FIXTURE
     from moe_conformance.plan import parameters
@@ -168,13 +168,12 @@ def pytest_runtest_makereport(
 
 
 def _result(item: pytest.Item, call: pytest.CallInfo[None]) -> CaseResult:
+    from moe_conformance.marks import FIXTURE
     from moe_conformance.outcome import case_result
 
     test, parameter = _test_of(item), _parameter(item)
     assert test is not None and parameter is not None
-    subject = getattr(item, "funcargs", {}).get(
-        {"consumer": "tail", "producer": "layer", "pair": "pair"}[test.kind or ""]
-    )
+    subject = getattr(item, "funcargs", {}).get(FIXTURE[test.kind])
     error = call.excinfo.value if call.excinfo is not None else None
     headroom = getattr(subject, "headroom", None) if subject is not None else None
     nodeid = item.nodeid.rpartition("/")[2] if "/" in item.nodeid.partition("::")[0] else item.nodeid
@@ -182,8 +181,11 @@ def _result(item: pytest.Item, call: pytest.CallInfo[None]) -> CaseResult:
 
 
 def _metadata(function: Any) -> ConformanceTest | None:
-    found: ConformanceTest | None = getattr(function, "moe_conformance_test", None)
-    return found
+    if not hasattr(function, "moe_conformance_test"):
+        return None  # any other project's test: nothing of the suite is imported for it
+    from moe_conformance.marks import metadata
+
+    return metadata(function)
 
 
 def _test_of(item: pytest.Item) -> ConformanceTest | None:
@@ -195,7 +197,7 @@ def _parameter(item: pytest.Item) -> Parameter | None:
 
     test = _test_of(item)
     callspec = getattr(item, "callspec", None)
-    if test is None or test.kind is None or callspec is None:
+    if test is None or callspec is None:
         return None
     value = callspec.params.get(FIXTURE[test.kind])
     return value if hasattr(value, "case") else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_conformance import bounds
 from moe_conformance.harness.threads import run_ranks
-from moe_conformance.oracle import local_part
+from moe_conformance.truth import bounds
+from moe_conformance.truth.tail_oracle import local_part
 from moe_contract import MoEOutput, RoundingProfile, ScalePlacement, TailCapacity, UnfinalizedMoEOutput
 from moe_contract.discovery import load_consumer
 

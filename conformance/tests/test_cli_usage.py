@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_conformance.cases.models import models
 from moe_conformance.cli.app import invoke
-from moe_conformance.cli.selection import Asked, select
-from moe_conformance.models import models
+from moe_conformance.cli.selection import SelectionOptions, select
 from moe_contract.clauses import registry
 
 from .wrong_plugins import write_wrong_plugins
@@ -283,7 +283,7 @@ def test_smoke_takes_no_emulation_that_is_not_named() -> None:
     """An emulation is slow, so it takes part from core on; named, it runs in every profile."""
 
     def emulations(profile: str, *named: str) -> dict[str, str]:
-        asked = Asked(named, (), profile, None, "cpu", (), 0)
+        asked = SelectionOptions(named, (), profile, None, "cpu", (), 0)
         return {record.name: record.not_run_reason for record in select(asked).backends if record.emulated}
 
     left_out = emulations("smoke")

@@ -13,12 +13,12 @@ from moe_conformance.cli.app import invoke
 from moe_conformance.cli.faults import select_faults
 from moe_conformance.faults.catalogue import faults, variants
 from moe_conformance.faults.execution import run_fault, run_variant
-from moe_conformance.faults.idle import JUSTIFIED
+from moe_conformance.faults.kill_matrix import idle_tests
 from moe_conformance.faults.known_bugs import KNOWN_BUGS, expressed
-from moe_conformance.faults.matrix import idle_tests
 from moe_conformance.faults.model import CatalogueError, Fault, Planted, sentence_of
 from moe_conformance.faults.plain_tail import PlainConsumer, PlainTail
 from moe_conformance.faults.results import FaultResult, MatrixReport
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
 from moe_conformance.plan import suite_tests
 from moe_contract import get_clause
 from moe_contract.clauses import registry
@@ -67,6 +67,19 @@ def test_correct_variant_is_blamed_for_nothing(name: str) -> None:
     assert not result.false_alarms, result.false_alarms
     assert result.cases > 2 * result.unsupported
     assert result.headroom is not None and result.headroom <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("device-never-asked", "a result on the meta device"),
+        ("refuses-without-a-reason", "UnsupportedError without a message"),
+    ],
+)
+def test_unexplained_device_is_reported_as_what_came(name: str, got: str) -> None:
+    """CAP-2 tells a result from a refusal that gives no reason."""
+    killer = run_fault(faults()[name]).killer
+    assert killer is not None and got in killer.message, killer
 
 
 def test_fault_without_a_sentence_is_refused() -> None:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.subjects.layer import LayerSubject
-from moe_conformance.suite.steps import judge_rows, require_within
+from moe_conformance.suite.comparisons import require_within
+from moe_conformance.suite.deferral import judge_rows
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import Activation, UnfinalizedMoEOutput
 from moe_contract.discovery import load_producer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.direct import run_case
 from moe_conformance.plan import PlanRequest, parameters, suite_tests
 from moe_conformance.subjects.calls import Settings
@@ -49,10 +49,10 @@ def test_no_layer_test_fails_where_there_are_no_parts() -> None:
     """Every test of a producer or a pair says unsupported at three ranks, whichever of the layer it asks for first."""
     producer, consumer = load_producer("reference"), load_consumer("reference")
     request = PlanRequest(producers=("reference",), consumers=("reference",), profile="smoke", ranks=(3,))
-    for function in suite_tests().values():
-        test = function.moe_conformance_test  # type: ignore[attr-defined]  # set by the marks
-        for parameter in parameters(test, request) if test.kind != "consumer" else ():
-            result = run_case(function, parameter.case, producer, consumer if test.kind == "pair" else None)
+    for test in suite_tests().values():
+        kind = test.metadata.kind
+        for parameter in parameters(test.metadata, request) if kind != "consumer" else ():
+            result = run_case(test.function, parameter.case, producer, consumer if kind == "pair" else None)
             assert result.verdict in (Verdict.UNSUPPORTED, Verdict.PASS), f"{result.id}: {result.reason}"
 
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.strata import LATTICE_SCALES
 from moe_conformance.direct import run_case
 from moe_conformance.faults.catalogue import variants
-from moe_conformance.strata import LATTICE_SCALES
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite import test_numerics
 from moe_conformance.verdicts import Verdict

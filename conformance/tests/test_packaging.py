@@ -88,14 +88,18 @@ def test_wheel_check_names_what_differs(noxfile: ModuleType, dist: Path, tmp_pat
 
 
 def test_sdist_holds_what_the_sessions_need(dist: Path) -> None:
-    """Who receives the sdist can run the sessions: tests, noxfile, constraints and documents are inside."""
+    """Who receives the sdist can run the sessions: tests, the files they read, noxfile, constraints and documents."""
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tests = {str(file.relative_to(ROOT)) for file in ROOT.glob("*/tests/test_*.py")}
+    benchmarks = {
+        str(file.relative_to(ROOT)) for file in ROOT.glob("benchmarks/**/*.*") if "__pycache__" not in file.parts
+    }
     assert tests
+    assert "benchmarks/trtllm_models.py" in benchmarks
     expected = {".ci/run", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "constraints.txt", "noxfile.py"}
-    assert not (tests | expected) - names
+    assert not (tests | benchmarks | expected) - names
 
 
 def test_every_session_says_what_it_does(noxfile: ModuleType) -> None:

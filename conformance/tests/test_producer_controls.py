@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.direct import run_case
 from moe_conformance.faults.catalogue import faults
 from moe_conformance.report.model import CaseResult

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from moe_conformance.models import models
+from moe_conformance.cases.models import models
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -47,13 +47,17 @@ def _require_blame(found: list[CaseResult], name: str, side: str) -> None:
     assert ({"RED-6", "RED-4", "CAP-2"} if side == "consumer" else {"CAP-2", "DEFER-2"}) <= tested
 
 
-@pytest.mark.parametrize(("name", "wrong"), consumers(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "wrong"), list(consumers()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_consumer_that_does_not_keep_the_protocol_is_its_own_error(name: str, wrong: Any) -> None:
     """Wrong signatures and wrong results end every case with one line of the plug-in's, in RED-6 as elsewhere."""
     _require_blame(results(consumer=wrong), name, "consumer")
 
 
-@pytest.mark.parametrize(("name", "wrong"), producers(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "wrong"), list(producers()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_producer_that_does_not_keep_the_protocol_is_its_own_error(name: str, wrong: Any) -> None:
     """The consumer that it is paired with is not blamed for what it was handed."""
     _require_blame(results(producer=wrong), name, "producer")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
 from moe_conformance.direct import run_case, run_direct
 from moe_conformance.plan import PlanRequest
 from moe_conformance.suite import test_numerics, test_scale, test_weights

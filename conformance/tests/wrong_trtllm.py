@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_backends.reference.quantize import unswizzle_scales
+from moe_backends.common.nvfp4 import unswizzle_scales
 from moe_backends.trtllm import Emulator, Version
 from moe_backends.trtllm.calls import Bf16Format, Format, Nvfp4Format
 from moe_backends.trtllm.declare import declare_bf16, declare_nvfp4

@@ -16,7 +16,17 @@ from moe_contract.quant import QuantRecipe
 
 
 class UnsupportedError(RuntimeError):
-    """A backend says that it cannot do what was asked, with the reason (CAP-1, CAP-2). Never a wrong number."""
+    """A backend says that it cannot do what was asked, with the reason (CAP-1, CAP-2). Never a wrong number.
+
+    Args:
+        reason: one line.
+        clause: the id of the clause that it refuses by, for callers that decide by it: CAP-1 means that another size
+            or form may do, CAP-2 that this machine will not. None where that is not told.
+    """
+
+    def __init__(self, *reason: object, clause: str | None = None) -> None:
+        super().__init__(*reason)
+        self.clause = clause
 
 
 class PeerTimeoutError(RuntimeError):

@@ -19,8 +19,10 @@ DeviceType = Literal["cpu", "cuda"]
 Quantization = Literal["none", "nvfp4"]
 """``none``: the experts compute on the layer's own weights; ``nvfp4``: on the codes that moe_contract.quant defines."""
 ALL_ROUTING_METHODS = frozenset(RoutingMethod)
+INPUT_WEIGHTED_METHODS = frozenset(method for method in RoutingMethod if method.weights_input)
 FOLDING_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
-"""The methods into whose weights FlashInfer's routing folds the scale (RoutingMethodType, version 0.7)."""
+"""The methods into whose weights FlashInfer's routing folds the scale (RoutingMethodType, version 0.7). They are those
+that take a bias, but not for that: until 0.6.12 MINIMAX2 took one without folding."""
 
 
 class RoundingProfile(StrEnum):
@@ -108,7 +110,7 @@ class ProducerDeclaration(_Declaration):
     routing_methods: frozenset[RoutingMethod] = ALL_ROUTING_METHODS
     folds_scale: frozenset[RoutingMethod] = frozenset()
     """Methods whose weights already contain the routed scaling factor (SCALE-1, SCALE-3)."""
-    never_deferred: frozenset[RoutingMethod] = frozenset({RoutingMethod.LLAMA4})
+    never_deferred: frozenset[RoutingMethod] = INPUT_WEIGHTED_METHODS
     """Methods for which it always finalizes, such as those that weight the expert's input (ROWS-3)."""
     deferral_multiple: int = Field(default=1, ge=1)
     """Rows of any other hidden size are padded to a multiple of this, so such a layer is always finalized (ROWS-4)."""
@@ -134,14 +136,6 @@ class ProducerDeclaration(_Declaration):
     def defers(self, method: RoutingMethod, hidden_size: int) -> bool:
         """Whether a layer of this method and width is handed over unfinalized where deferral is on."""
         return self.can_defer and method not in self.never_deferred and hidden_size % self.deferral_multiple == 0
-
-    def routing_beyond(self, method: RoutingMethod, num_experts: int, top_k: int) -> str:
-        """Which limit of the method itself such a layer exceeds, in words; empty where none."""
-        for limit in self.routing_limits:
-            if limit.method is method and (num_experts > limit.max_experts or top_k > limit.max_top_k):
-                most = f"{limit.max_experts} experts and top_k {limit.max_top_k}"
-                return f"{method.value} routing of {num_experts} experts with top_k {top_k} (declared: at most {most})"
-        return ""
 
 
 class ConsumerDeclaration(_Declaration):

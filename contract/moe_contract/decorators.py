@@ -1,8 +1,11 @@
-"""The small case made small: one function becomes a backend."""
+"""The small case made small: one function becomes a backend.
+
+A function cannot be asked what it supports, so its declaration is enforced for it (CAP-1, CAP-2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +26,7 @@ from moe_contract.checks import Expectation, require
 from moe_contract.config import MoEConfig
 from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.layer import MoELayer, PrecomputedRouting
-from moe_contract.limits import capacity_beyond, layer_beyond
+from moe_contract.limits import require_capacity, require_layer
 from moe_contract.outputs import MoEOutput, UnfinalizedMoEOutput
 from moe_contract.quant import QuantRecipe
 from moe_contract.signatures import FINISH, FINISH_QUANTISED, PRODUCE, require_takes
@@ -39,7 +42,7 @@ class _FunctionProducer:
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
         """Binds the layer; UnsupportedError where the declaration excludes it."""
-        _refuse(self.declaration.name, layer_beyond(self.declaration, layer))
+        require_layer(self.declaration, layer)
 
         def run(hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting) -> Tensor | UnfinalizedMoEOutput:
             result: Tensor | UnfinalizedMoEOutput = self.function(layer, config, hidden_states, router_logits)
@@ -107,14 +110,8 @@ class _FunctionConsumer:
 
     def open(self, group: RankGroup, capacity: TailCapacity) -> Tail:
         """A tail around the function; UnsupportedError where the declaration excludes the capacity."""
-        _refuse(self.declaration.name, capacity_beyond(self.declaration, group, capacity))
+        require_capacity(self.declaration, group, capacity)
         return _FunctionTail(self.declaration, self.function, group, capacity, self.checked)
-
-
-def _refuse(name: str, beyond: Iterator[str]) -> None:
-    """A function cannot be asked what it supports, so its declaration is enforced for it (CAP-1, CAP-2)."""
-    if reason := next(beyond, ""):
-        raise UnsupportedError(f"{name}: {reason}")
 
 
 def producer(**declared: Any) -> Callable[[Callable[..., Any]], Producer]:

@@ -35,6 +35,16 @@ class RoutingMethod(StrEnum):
     PRECOMPUTED = "precomputed"
     """The router runs outside the kernel, which is given ``PrecomputedRouting`` in place of logits."""
 
+    @property
+    def takes_bias(self) -> bool:
+        """Whether ``Routing.bias`` steers the selection."""
+        return self in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2)
+
+    @property
+    def weights_input(self) -> bool:
+        """Whether the weight multiplies the expert's input, so that rows are never unweighted (ROWS-3)."""
+        return self is RoutingMethod.LLAMA4
+
 
 class Activation(StrEnum):
     """The function between the two GEMMs."""

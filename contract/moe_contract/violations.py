@@ -18,6 +18,8 @@ class Violation(BaseModel):
     """The field, argument or result it was seen in."""
     got: str
     expected: str
+    bound: float | None = None
+    """How far from ``expected`` rounding may lead at this place; None where nothing was held to a bound."""
     hint: str = ""
     """What this usually means, or what to do; empty when nothing is known."""
     rank: int | None = None
@@ -34,8 +36,9 @@ class Violation(BaseModel):
         where = [f"{name} {at}" for name, at in places.items() if at is not None]
         place = f" at {', '.join(where)}" if where else ""
         more = f" ({self.count} places, first shown)" if self.count > 1 else ""
+        bound = f", bound {self.bound:.3g}" if self.bound is not None else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.clause}: {self.field}{place}: got {self.got}, expected {self.expected}{more}{hint}"
+        return f"{self.clause}: {self.field}{place}: got {self.got}, expected {self.expected}{bound}{more}{hint}"
 
 
 class ContractViolation(ValueError):

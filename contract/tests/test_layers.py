@@ -23,6 +23,10 @@ ALLOWED = {
 """What may be imported besides the standard library: by the contract anywhere, by the backends when imported."""
 FORBIDDEN = {"moe_contract": {"moe_backends", "moe_conformance"}, "moe_backends": {"moe_conformance"}}
 FORBIDDEN["moe_conformance"] = {"moe_backends"}
+SHARED = {"common", "jit", "__pycache__"}
+"""Folders of moe_backends that are not backends."""
+DISCOVERED_AT_IMPORT = {"moe_conformance": {"moe_backends"}}
+"""What a module finds by entry point when it is imported: planted faults are made of the reference backends."""
 GPU_ONLY = ("flashinfer", "vllm", "tvm_ffi", "triton", "cuda")
 """Packages that are absent or slow to import without a GPU."""
 
@@ -97,12 +101,29 @@ def test_imports_point_towards_the_contract(package: str) -> None:
     assert not offences(found)
 
 
+def test_no_backend_is_made_of_another() -> None:
+    """What two backends share lies beside them, in ``common``, ``jit`` or a module of moe_backends itself."""
+    folder = PACKAGES["moe_backends"]
+    backends = {path.name for path in folder.iterdir() if path.is_dir()} - SHARED
+    assert backends
+    found = []
+    for file, tree in modules("moe_backends"):
+        parts = [node.module.split(".") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        siblings = {each[1] for each in parts if each[0] == "moe_backends" and len(each) > 1} & backends
+        found.append((file, siblings - {file.relative_to(folder).parts[0]}))
+    assert not offences(found)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_loads_nothing_that_needs_a_gpu(package: str) -> None:
-    """A fresh interpreter imports the package without a GPU library or a package above it, and CUDA stays untouched."""
-    unwanted = sorted({*GPU_ONLY, *FORBIDDEN[package]})
+    """A fresh interpreter imports every module without a GPU library or a package above it; CUDA stays untouched."""
+    files = [file.relative_to(PACKAGES[package].parent) for file, _ in modules(package) if file.name not in DEVICE_CODE]
+    names = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    assert package in names and len(names) > 1
+    unwanted = sorted({*GPU_ONLY, *FORBIDDEN[package]} - DISCOVERED_AT_IMPORT.get(package, set()))
     code = (
-        f"import sys, torch; before = set(sys.modules); import {package}; "
+        f"import sys, torch; from importlib import import_module; before = set(sys.modules); "
+        f"[import_module(name) for name in {names!r}]; "
         f"new = {{name.partition('.')[0] for name in set(sys.modules) - before}}; "
         f"print(sorted(new & set({unwanted!r})), torch.cuda.is_initialized())"
     )

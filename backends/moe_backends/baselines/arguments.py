@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_backends.tail_inputs import as_moe_output, refuse_bad_inputs
 from moe_contract import ConsumerDeclaration, MoEOutput, RankGroup, TailCapacity, UnsupportedError
-from moe_contract.limits import capacity_beyond
+from moe_contract.limits import require_capacity
 from moe_contract.quant import QuantRecipe
 
 
@@ -29,8 +29,7 @@ def declare(name: str, **differences: object) -> ConsumerDeclaration:
 
 def refuse_beyond(declaration: ConsumerDeclaration, group: RankGroup, capacity: TailCapacity) -> None:
     """Raises UnsupportedError outside the declared limits and where triton is not installed."""
-    for wrong in capacity_beyond(declaration, group, capacity):
-        raise UnsupportedError(f"{declaration.name}: {wrong}")
+    require_capacity(declaration, group, capacity)
     if find_spec("triton") is None:
         raise UnsupportedError(f"{declaration.name}: needs triton, which torch's CUDA builds bring; not installed here")
 

@@ -19,7 +19,7 @@ from moe_contract import (
     TailOutput,
     UnsupportedError,
 )
-from moe_contract.limits import capacity_beyond
+from moe_contract.limits import require_capacity
 
 from . import plan
 from .build import WORLD_SIZES
@@ -84,9 +84,8 @@ class FlashInferConsumer:
         return FlashInferTail(self.declaration, engine, pdl=self.pdl)
 
     def _engine(self, group: RankGroup, capacity: TailCapacity, ranks_per_gpu: int | None) -> Engine:
+        require_capacity(self.declaration, group, capacity)
         with reported_by(self.declaration.name):
-            for wrong in capacity_beyond(self.declaration, group, capacity):
-                raise UnsupportedError(wrong)
             return open_engine(group, capacity, way=self.way, ranks_per_gpu=ranks_per_gpu)
 
 

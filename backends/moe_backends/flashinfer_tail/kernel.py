@@ -51,6 +51,8 @@ class Kernel(Protocol):
 
     way: str
     """``header`` or ``package``."""
+    max_cluster: int
+    """Blocks of the largest cluster that the current device runs of it."""
 
     def resident(self, shape: Shape) -> int:
         """Clusters of this shape that the current device holds at a time."""

@@ -50,12 +50,12 @@ def open_kernel(way: Way, dtype: torch.dtype, ranks: int, device: torch.device) 
     try:
         return header.open_kernel(dtype, ranks, device)
     except UnsupportedError as first:
-        if "CAP-2" in str(first):
+        if first.clause == "CAP-2":
             raise  # no GPU, or one that neither way has a kernel for
         try:
             return package.open_kernel(dtype, ranks, device)
         except UnsupportedError as second:
-            raise UnsupportedError(f"{first}; nor as a package: {second}") from second
+            raise UnsupportedError(f"{first}; nor as a package: {second}", clause=second.clause) from second
 
 
 def open_engine(
@@ -73,13 +73,12 @@ def open_engine(
         UnsupportedError: the sizes are past what the kernel can address, this machine cannot build or run it, or the
             ranks on one GPU do not fit together.
     """
-    shape = plan.require_sizes(capacity, group.size)
+    plan.require_sizes(capacity, group.size)
     kernel = open_kernel(way, capacity.dtype, group.size, group.device)
     with torch.cuda.device(group.device):
         _warm_up(kernel, group.size, capacity.dtype, group.device)
         sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        if isinstance(kernel, header.HeaderKernel):
-            shape = plan.shape_of(capacity.hidden_size, kernel.max_cluster)
+        shape = plan.shape_of(capacity.hidden_size, kernel.max_cluster)
         sharing = ranks_per_gpu or ranks_on_my_gpu(group)
         plan.require_resident(kernel.resident(shape), sharing, shape, shape.clusters(capacity.max_tokens, sms))
         identity = torch.arange(capacity.max_tokens, dtype=torch.int32, device=group.device)[:, None]

@@ -16,7 +16,7 @@ from moe_backends.jit.toolchain import architecture_of
 from moe_contract import UnsupportedError
 
 from .kernel import Call
-from .plan import Shape, estimated_resident
+from .plan import MAX_CLUSTER, Shape, estimated_resident
 
 MODULE_VARIABLE = "MOE_FLASHINFER_COMM_SO"
 _lock = threading.Lock()
@@ -26,6 +26,8 @@ class PackageKernel:
     """``flashinfer.comm.trtllm_moe_finalize_allreduce_fusion``."""
 
     way = "package"
+    max_cluster = MAX_CLUSTER
+    """What the package's launcher takes; it does not say what the device runs."""
 
     def __init__(self, operator: Callable[..., None], ranks: int) -> None:
         """Use open_kernel, which finds the operator."""

@@ -57,7 +57,8 @@ def shape_of(hidden_size: int, max_cluster: int = MAX_CLUSTER) -> Shape:
     if shape.threads > MAX_THREADS:
         raise UnsupportedError(
             f"CAP-1: a hidden size of {hidden_size} is {warps} warps, which this kernel would run as {cluster} blocks "
-            f"of {shape.threads} threads; a block has at most {MAX_THREADS}"
+            f"of {shape.threads} threads; a block has at most {MAX_THREADS}",
+            clause="CAP-1",
         )
     return shape
 
@@ -67,8 +68,8 @@ def comm_bytes(capacity: TailCapacity, ranks: int) -> int:
     return ranks * capacity.max_tokens * capacity.hidden_size * capacity.dtype.itemsize
 
 
-def require_sizes(capacity: TailCapacity, ranks: int) -> Shape:
-    """The launch shape, if every call within the capacity can be made.
+def require_sizes(capacity: TailCapacity, ranks: int) -> None:
+    """Returns if every call within the capacity can be made on some GPU.
 
     Raises:
         UnsupportedError: CAP-1, with the numbers.
@@ -77,9 +78,10 @@ def require_sizes(capacity: TailCapacity, ranks: int) -> Shape:
         per_token = size // capacity.max_tokens
         raise UnsupportedError(
             f"CAP-1: {ranks} ranks x {capacity.max_tokens} tokens need slots of {size} bytes, and this kernel's "
-            f"32-bit offsets reach {COMM_LIMIT}; at this hidden size that is {COMM_LIMIT // per_token} tokens"
+            f"32-bit offsets reach {COMM_LIMIT}; at this hidden size that is {COMM_LIMIT // per_token} tokens",
+            clause="CAP-1",
         )
-    return shape_of(capacity.hidden_size)
+    shape_of(capacity.hidden_size)
 
 
 def require_resident(resident: int, sharing: int, shape: Shape, clusters: int) -> None:
@@ -96,13 +98,15 @@ def require_resident(resident: int, sharing: int, shape: Shape, clusters: int) -
     """
     if resident < 1:
         raise UnsupportedError(
-            f"CAP-2: this GPU has no room for a cluster of {shape.cluster} blocks of {shape.threads} threads"
+            f"CAP-2: this GPU has no room for a cluster of {shape.cluster} blocks of {shape.threads} threads",
+            clause="CAP-2",
         )
     if sharing > 1 and sharing * clusters > resident:
         raise UnsupportedError(
             f"CAP-2: {sharing} ranks on one GPU wait for each other with {clusters} clusters of {shape.cluster} "
             f"blocks each, but only {resident} clusters are resident together; use fewer virtual ranks or at most "
-            f"{resident // sharing} tokens"
+            f"{resident // sharing} tokens",
+            clause="CAP-2",
         )
 
 

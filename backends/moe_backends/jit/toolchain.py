@@ -25,7 +25,7 @@ def reported_by(backend: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedError as error:
-        raise UnsupportedError(f"{backend}: {error}") from error
+        raise UnsupportedError(f"{backend}: {error}", clause=error.clause) from error
 
 
 @lru_cache(maxsize=1)
@@ -60,11 +60,12 @@ def architecture_of(device: torch.device) -> str:
         UnsupportedError: no GPU, or one that the kernels are not written for (CAP-2).
     """
     if not torch.cuda.is_available():
-        raise UnsupportedError("CAP-2: torch sees no CUDA device")
+        raise UnsupportedError("CAP-2: torch sees no CUDA device", clause="CAP-2")
     capability = torch.cuda.get_device_capability(device)
     if capability not in ARCHITECTURES:
         known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise UnsupportedError(
-            f"CAP-2: compute capability {capability[0]}.{capability[1]} is not supported (supported: {known})"
+            f"CAP-2: compute capability {capability[0]}.{capability[1]} is not supported (supported: {known})",
+            clause="CAP-2",
         )
     return ARCHITECTURES[capability]

@@ -17,9 +17,8 @@ from moe_contract import (
     RoundingProfile,
     TailCapacity,
     TailOutput,
-    UnsupportedError,
 )
-from moe_contract.limits import capacity_beyond
+from moe_contract.limits import require_capacity
 
 from .local_sum import local_sum
 from .quantize import quantize
@@ -63,8 +62,7 @@ class ReferenceConsumer:
         Raises:
             UnsupportedError: the group or the capacity lies outside the declared limits (CAP-1, CAP-2).
         """
-        for wrong in capacity_beyond(self.declaration, group, capacity):
-            raise UnsupportedError(f"{self.declaration.name}: {wrong}")
+        require_capacity(self.declaration, group, capacity)
         return ReferenceTail(self.declaration, group, capacity)
 
 

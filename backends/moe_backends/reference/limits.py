@@ -1,20 +1,19 @@
-"""What the reference producer refuses: layers and batches that do not fit together or exceed its declaration."""
+"""What the reference producer refuses: declarations that it would not keep, and layers beyond its own."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch import Tensor
 
-from moe_contract import MoELayer, PrecomputedRouting, ProducerDeclaration, RoutingMethod, UnsupportedError
-from moe_contract.dtypes import dtype_name
-from moe_contract.limits import layer_beyond
+from moe_backends.common.layer_checks import require_weights
+from moe_backends.common.routing import require_routing
+from moe_contract import MoELayer, ProducerDeclaration, RoutingMethod, UnsupportedError
+from moe_contract.declarations import INPUT_WEIGHTED_METHODS
+from moe_contract.limits import require_layer
 
-from .routing import INPUT_WEIGHTED_METHODS, check_routing
 
-
-def check_declaration(declaration: ProducerDeclaration) -> None:
+def require_declaration(declaration: ProducerDeclaration) -> None:
     """Refuses a declaration that the reference producer would not keep; ValueError names the field."""
     name = declaration.name
     if len(declaration.weights_dtypes) != 1:
@@ -27,97 +26,26 @@ def check_declaration(declaration: ProducerDeclaration) -> None:
         raise ValueError(f"{name}: route-major rows are not padded, so tile must be None, got {declaration.tile}")
     if declaration.quantization == "nvfp4" and INPUT_WEIGHTED_METHODS & declaration.routing_methods:
         raise ValueError(f"{name}: quantised inputs cannot be weighted, so routing_methods must not hold llama4")
-    if declaration.deferral_multiple != 1:
-        raise ValueError(f"{name}: rows are never padded, so deferral_multiple must be 1")
     if declaration.intermediate_dtype != "float32":
         raise ValueError(f"{name}: the intermediate is float32, not {declaration.intermediate_dtype}")
 
 
-def check_layer(layer: MoELayer, declaration: ProducerDeclaration) -> None:
+def require_loadable(layer: MoELayer, declaration: ProducerDeclaration) -> None:
     """Refuses a layer at load time.
 
     Raises:
         ValueError: weights or routing parameters that do not fit together.
         UnsupportedError: a layer beyond the declared limits, or float32 matmuls that are not float32.
     """
-    check_weights(layer)
-    check_routing(layer.routing, layer.num_experts)
-    if reason := next(layer_beyond(declaration, layer), ""):
-        raise UnsupportedError(f"producer {declaration.name}: {reason}")
+    require_weights(layer)
+    require_routing(layer.routing, layer.num_experts)
+    require_layer(declaration, layer)
     # TF32 and bfloat16 passes keep 10 or 7 bits of the intermediate, which the declaration calls float32.
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         raise UnsupportedError(
-            f"producer {declaration.name}: needs true float32 matmuls, but torch's precision is {precision!r}; "
+            f"{declaration.name}: needs true float32 matmuls, but torch's precision is {precision!r}; "
             "call torch.set_float32_matmul_precision('highest')"
         )
-
-
-def check_batch(
-    layer: MoELayer, declaration: ProducerDeclaration, hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
-) -> None:
-    """Refuses inputs at the call.
-
-    Raises:
-        ValueError: inputs that do not fit the layer.
-        UnsupportedError: more tokens than declared.
-    """
-    expected = f"[T, {layer.hidden_size}] {dtype_name(layer.dtype)} on {layer.device}"
-    fits = hidden_states.dim() == 2 and hidden_states.shape[1] == layer.hidden_size
-    if not fits or hidden_states.dtype != layer.dtype or hidden_states.device != layer.device:
-        got = f"{list(hidden_states.shape)} {dtype_name(hidden_states.dtype)} on {hidden_states.device}"
-        raise ValueError(f"hidden_states: expected {expected}, got {got}")
-    num_tokens = hidden_states.shape[0]
-    if declaration.max_tokens is not None and num_tokens > declaration.max_tokens:
-        raise UnsupportedError(
-            f"producer {declaration.name}: at most {declaration.max_tokens} tokens, got {num_tokens}"
-        )
-    _check_router_input(layer, num_tokens, router_logits)
-
-
-def _check_router_input(layer: MoELayer, num_tokens: int, given: Tensor | PrecomputedRouting) -> None:
-    precomputed = isinstance(given, PrecomputedRouting)
-    if precomputed != (layer.routing.method is RoutingMethod.PRECOMPUTED):
-        expected = "router logits [T, E]" if precomputed else "PrecomputedRouting(ids, weights)"
-        raise ValueError(
-            f"router_logits: routing method {layer.routing.method} expects {expected}, got {type(given).__name__}"
-        )
-    if isinstance(given, PrecomputedRouting):
-        width = layer.routing.top_k
-        tensors = {"precomputed ids": given.ids, "precomputed weights": given.weights}
-    else:
-        width = layer.num_experts
-        tensors = {"router_logits": given}
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != (num_tokens, width) or tensor.device != layer.device:
-            raise ValueError(
-                f"{name}: expected [{num_tokens}, {width}] on {layer.device} for {num_tokens} tokens of hidden_states, "
-                f"got {list(tensor.shape)} on {tensor.device}"
-            )
-
-
-def check_weights(layer: MoELayer) -> None:
-    """Refuses weights whose shapes or dtypes do not fit together; ValueError names the tensor."""
-    weights, activation = layer.experts, layer.activation
-    if weights.up.dim() != 3 or weights.up.shape[2] != layer.hidden_size:
-        raise ValueError(f"experts.up: expected [E, I, {layer.hidden_size}], got {list(weights.up.shape)}")
-    experts, intermediate, hidden = weights.up.shape
-    if layer.first_expert < 0 or layer.first_expert + experts > layer.num_experts:
-        held = f"{layer.first_expert}..{layer.first_expert + experts - 1}"
-        raise ValueError(f"experts: this rank holds {held}, which is not within the layer's {layer.num_experts}")
-    if activation.gated != (weights.gate is not None):
-        raise ValueError(f"experts.gate: expected {'a tensor' if activation.gated else 'None'} for {activation}")
-    shapes = {
-        "gate": (experts, intermediate, hidden),
-        "down": (experts, hidden, intermediate),
-        "up_bias": (experts, intermediate),
-        "gate_bias": (experts, intermediate),
-        "down_bias": (experts, hidden),
-    }
-    for name, shape in shapes.items():
-        tensor: Tensor | None = getattr(weights, name)
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != layer.dtype):
-            got = f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
-            raise ValueError(f"experts.{name}: expected {list(shape)} {dtype_name(layer.dtype)}, got {got}")
 
 
 def _names(values: AbstractSet[str]) -> str:

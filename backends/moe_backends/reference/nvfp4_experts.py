@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_backends.weight_cache import WeightCache
+from moe_backends.common.nvfp4 import nvfp4_linear, nvfp4_values
+from moe_backends.common.weight_cache import WeightCache
 from moe_contract.activations import apply_activation
 from moe_contract.layer import Activation, ExpertWeights
 from moe_contract.quant import NVFP4_BLOCK, NVFP4_HIDDEN_SCALE, NVFP4_INTERMEDIATE_SCALE, nvfp4_weight_scale
-
-from .quantize import nvfp4_linear, nvfp4_values
 
 
 @dataclass(frozen=True)

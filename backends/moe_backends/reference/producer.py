@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_backends.common.layer_checks import require_batch
+from moe_backends.common.routing import RoutedTokens, route
 from moe_contract import (
     CONTRACT_VERSION,
     LoadedProducer,
@@ -17,14 +19,13 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 from moe_contract.completion import finalize
-from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS
+from moe_contract.declarations import ALL_ROUTING_METHODS, FOLDING_METHODS, INPUT_WEIGHTED_METHODS
 from moe_contract.quant import NVFP4_BLOCK
 
 from .experts import expert_rows
-from .limits import check_batch, check_declaration, check_layer
+from .limits import require_declaration, require_loadable
 from .nvfp4_experts import nvfp4_rows
 from .permutation import Permutation, expert_major, route_major
-from .routing import INPUT_WEIGHTED_METHODS, RoutedTokens, route
 
 TILE = 8
 """Rows per expert segment are a multiple of this; the smallest tile of FlashInfer's TRTLLM kernels."""
@@ -39,7 +40,6 @@ def declare(name: str, **differences: object) -> ProducerDeclaration:
         # The loop over active experts reads their ids on the host.
         "graph_capturable": False,
         "compilable": False,
-        "never_deferred": INPUT_WEIGHTED_METHODS,
         "intermediate_dtype": "float32",
     }
     return ProducerDeclaration.model_validate(fields | differences)
@@ -71,7 +71,7 @@ class ReferenceProducer:
 
     def __init__(self, declaration: ProducerDeclaration = REFERENCE) -> None:
         """Refuses, with a ValueError, a declaration that this producer would not keep."""
-        check_declaration(declaration)
+        require_declaration(declaration)
         self.declaration = declaration
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
@@ -81,7 +81,7 @@ class ReferenceProducer:
             ValueError: weights or routing parameters that do not fit together.
             UnsupportedError: a layer beyond the declared limits.
         """
-        check_layer(layer, self.declaration)
+        require_loadable(layer, self.declaration)
         return LoadedReferenceProducer(self.declaration, layer, config)
 
 
@@ -105,7 +105,7 @@ class LoadedReferenceProducer:
             ValueError: inputs that do not fit the layer.
             UnsupportedError: more tokens than declared.
         """
-        check_batch(self.layer, self.declaration, hidden_states, router_logits)
+        require_batch(self.layer, self.declaration, hidden_states, router_logits)
         num_tokens = hidden_states.shape[0]
         if num_tokens == 0:
             return hidden_states.new_empty(0, self.layer.hidden_size)
@@ -113,8 +113,7 @@ class LoadedReferenceProducer:
         return pending if self._defers(num_tokens) else finalize(pending)
 
     def _defers(self, num_tokens: int) -> bool:
-        declared, method = self.declaration, self.layer.routing.method
-        able = declared.can_defer and method not in declared.never_deferred
+        able = self.declaration.defers(self.layer.routing.method, self.layer.hidden_size)
         return able and self.config.should_defer(num_tokens)
 
     def _route(self, router_logits: Tensor | PrecomputedRouting) -> RoutedTokens:
@@ -132,7 +131,7 @@ class LoadedReferenceProducer:
         layer = self.layer
         local_ids = _local(routed.ids, layer)
         tokens, slots = torch.nonzero(local_ids >= 0, as_tuple=True)
-        on_input = layer.routing.method in INPUT_WEIGHTED_METHODS
+        on_input = layer.routing.method.weights_input
         experts = local_ids[tokens, slots]
         if self.declaration.quantization == "nvfp4" and tokens.numel():
             rows = nvfp4_rows(hidden_states, tokens, experts, layer.experts, layer.activation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_contract import Activation, ProducerDeclaration, RoutingMethod
+from moe_contract.declarations import INPUT_WEIGHTED_METHODS
 
 from . import routing
 from .bindings import Feature, has
@@ -12,7 +13,7 @@ from .weights import bf16, nvfp4
 
 MAX_EXPERTS, MAX_TOP_K = 2048, 32
 """The largest compiled routing kernel (Renormalize)."""
-OUTSIDE = frozenset({RoutingMethod.LLAMA4, RoutingMethod.PRECOMPUTED})
+OUTSIDE = INPUT_WEIGHTED_METHODS | {RoutingMethod.PRECOMPUTED}
 """Routed before the call: Llama 4 because its weight goes into the input, which these kernels do not do."""
 
 
@@ -70,7 +71,7 @@ def _declare(name: str, version: Version, emulated: bool, differences: dict[str,
         "devices": {"cpu", "cuda"} if emulated else {"cuda"},
         "dtypes": {"bfloat16"},
         "folds_scale": routing.folding_methods(version),
-        "never_deferred": {RoutingMethod.LLAMA4},
+        "never_deferred": INPUT_WEIGHTED_METHODS,
         "routing_limits": routing.limits(version),
         "max_experts": MAX_EXPERTS,
         "max_top_k": MAX_TOP_K,

@@ -17,7 +17,6 @@ from torch import Tensor
 from moe_contract import ExpertWeights, Installation
 
 from .bindings import problems
-from .emulator.on_demand import Prepares
 from .returns import Entry
 from .sources import read_installed
 from .versions import EMULATED, NEWEST, OLDEST, Version, known
@@ -25,6 +24,14 @@ from .versions import EMULATED, NEWEST, OLDEST, Version, known
 DISTRIBUTION = "flashinfer-python"
 MAJOR = 10
 """Compute capability 10.x, which the TRTLLM-Gen kernels are built for."""
+
+
+class Prepares(Protocol):
+    """A weight format, as far as an engine needs it."""
+
+    def prepare(self, weights: ExpertWeights) -> Mapping[str, object]:
+        """The weights' keywords."""
+        ...
 
 
 class Engine(Protocol):

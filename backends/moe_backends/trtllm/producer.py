@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_backends.reference.limits import check_batch, check_weights
-from moe_backends.reference.routing import check_routing, route
-from moe_backends.weight_cache import WeightCache
+from moe_backends.common.layer_checks import require_batch, require_weights
+from moe_backends.common.routing import require_routing, route
+from moe_backends.common.weight_cache import WeightCache
 from moe_contract import (
     Installation,
     LoadedProducer,
@@ -19,17 +19,16 @@ from moe_contract import (
     MoELayer,
     PrecomputedRouting,
     ProducerDeclaration,
-    RoutingMethod,
     UnfinalizedMoEOutput,
     UnsupportedError,
 )
-from moe_contract.limits import layer_beyond
+from moe_contract.limits import require_layer
 
 from .bindings import SEPARATE_SINCE, bound
 from .calls import TUNE_MAX_TOKENS, Format, layer_arguments, padded_inputs
 from .engine import Engine
 from .returns import Call, Entry, RoutingInput, finalized, unfinalized
-from .routing import check_groups, logits_arguments, pack, precomputed_arguments
+from .routing import logits_arguments, pack, precomputed_arguments, require_groups
 
 Precomputed = Literal["packed", "separate"]
 """How routing from outside the kernel is handed over."""
@@ -77,14 +76,12 @@ class TrtllmProducer:
             ValueError: weights or routing parameters that do not fit together.
             UnsupportedError: beyond the declaration, or a machine that cannot run the kernels, with the reason.
         """
-        check_weights(layer)
-        check_routing(layer.routing, layer.num_experts)
-        name = self.declaration.name
-        if reason := next(layer_beyond(self.declaration, layer), ""):
-            raise UnsupportedError(f"producer {name}: {reason}")
-        check_groups(layer.routing, layer.num_experts)
+        require_weights(layer)
+        require_routing(layer.routing, layer.num_experts)
+        require_layer(self.declaration, layer)
+        require_groups(layer.routing, layer.num_experts)
         if reason := self.engine.unavailable(layer.device):
-            raise UnsupportedError(f"producer {name}: CAP-2: {reason}")
+            raise UnsupportedError(f"{self.declaration.name}: CAP-2: {reason}", clause="CAP-2")
         weights = self.engine.on_demand(layer.experts, self.weight_format)
         return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts) if weights is None else weights)
 
@@ -112,7 +109,7 @@ class LoadedTrtllm:
             ReturnFormError: FlashInfer returned what is not known for this version.
         """
         producer, layer = self.producer, self.layer
-        check_batch(layer, producer.declaration, hidden_states, router_logits)
+        require_batch(layer, producer.declaration, hidden_states, router_logits)
         num_tokens = hidden_states.shape[0]
         if num_tokens == 0:
             # Answered here: the launcher divides by T on the host, which ends the process (OUT-2).
@@ -143,7 +140,7 @@ class LoadedTrtllm:
     ) -> tuple[Tensor, dict[str, object], Call]:
         """Hidden states, the routing's keywords, and what is called."""
         layer, formats = self.layer, self.producer.weight_format
-        if layer.routing.method is RoutingMethod.LLAMA4:
+        if layer.routing.method.weights_input:
             hidden_states, router_logits = _input_weighted(hidden_states, router_logits, layer)
         if isinstance(router_logits, PrecomputedRouting):
             arguments, call = self._precomputed(router_logits, formats.routed_entry)

@@ -75,7 +75,7 @@ def limits(version: Version) -> tuple[RoutingLimit, ...]:
     )
 
 
-def check_groups(routing: Routing, num_experts: int) -> None:
+def require_groups(routing: Routing, num_experts: int) -> None:
     """UnsupportedError where grouped DeepSeek-V3 routing has no kernel for these sizes."""
     groups = routing.num_groups
     if routing.method is not RoutingMethod.DEEPSEEK_V3 or groups <= 1:
@@ -118,8 +118,8 @@ def precomputed_arguments() -> dict[str, object]:
 
 
 def _bias(routing: Routing, num_experts: int, device: torch.device) -> Tensor | None:
-    """The two biased methods need one; without it the selection is by the sigmoid alone, so zeros."""
-    if METHODS[routing.method].folds_since is None:
+    """A method that takes a bias needs one; without it the selection is by the sigmoid alone, so zeros."""
+    if not routing.method.takes_bias:
         return None
     if routing.bias is None:
         return torch.zeros(num_experts, dtype=torch.float32, device=device)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_conformance.bench.model import Mode, Point
+from moe_conformance.cases.tail_data import TailInputs
 from moe_conformance.harness.solo import SoloGroup
 from moe_conformance.harness.threads import run_ranks
-from moe_conformance.tail_data import TailInputs
 from moe_contract import Consumer, SoloConsumer, Tail, TailCapacity, TailOutput, UnsupportedError, finalize
 from moe_contract.dtypes import torch_dtype
 

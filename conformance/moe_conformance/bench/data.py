@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.bench.model import Mode, Point
-from moe_conformance.tail_data import PADDING_ROWS, TailInputs
+from moe_conformance.cases.tail_data import PADDING_ROWS, TailInputs
 from moe_contract import MoEOutput, UnfinalizedMoEOutput
 from moe_contract.dtypes import torch_dtype
 

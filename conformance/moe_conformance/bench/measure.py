@@ -22,10 +22,10 @@ from moe_conformance.bench.timing import (
     replay_times,
     steps_of,
 )
-from moe_conformance.judge import judge
-from moe_conformance.oracle import norm_truth, residual_truth
+from moe_conformance.cases.tail_data import TailInputs
+from moe_conformance.judging.judge import judge
 from moe_conformance.report.environment import environment
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.truth.tail_oracle import norm_truth, residual_truth
 from moe_contract import Consumer, TailOutput, UnsupportedError
 
 MEMORY = 6 * 2**30

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.bench.contestant import Contestant
 from moe_conformance.bench.model import Cache, Mode, Point
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.cases.tail_data import TailInputs
 from moe_contract import TailOutput
 
 REPLAYS = 25

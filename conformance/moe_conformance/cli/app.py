@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_conformance.cli.errors import EXIT_USAGE, CommandError, one_line
+from moe_conformance.cli.errors import CommandError, one_line
+from moe_conformance.exit_status import ExitStatus
 
 PROGRAM = "moe-conformance"
 DEBUG = "MOE_CONFORMANCE_DEBUG"
 """Environment variable: let an internal error end the program with its traceback."""
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
 app = typer.Typer(
     name=PROGRAM,
     help="Decides whether mixture-of-experts kernels keep the contract for unfinalized outputs.",
@@ -79,9 +78,11 @@ def run(
     2 wrong usage or a suite error, 3 nothing ran.
     """
     from moe_conformance.cli.run import RunOptions, run_command
-    from moe_conformance.cli.selection import Asked
+    from moe_conformance.cli.selection import SelectionOptions
 
-    asked = Asked(tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed)
+    asked = SelectionOptions(
+        tuple(producer or ()), tuple(consumer or ()), profile, tp, device, tuple(clause or ()), seed
+    )
     options = RunOptions(workers, shard, report, timeout, verbosity=verbose - quiet)
     raise typer.Exit(run_command(asked, options))
 
@@ -102,13 +103,13 @@ def list_things(
     Backends take --device alone; clauses, profiles, models and faults take no option.
     """
     from moe_conformance.cli.listing import list_command
-    from moe_conformance.cli.selection import Asked
+    from moe_conformance.cli.selection import SelectionOptions
 
     options: dict[str, Any] = {
         "--producer": producer, "--consumer": consumer, "--profile": profile, "--tp": tp, "--device": device,
         "--clause": clause, "--seed": seed,
     }  # fmt: skip
-    asked = Asked(
+    asked = SelectionOptions(
         tuple(producer or ()), tuple(consumer or ()), "core" if profile is None else profile, tp, device,
         tuple(clause or ()), seed or 0,
     )  # fmt: skip
@@ -186,7 +187,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what can run on this machine, and why the rest cannot."""
-    from moe_conformance.doctor import doctor_command, package_command
+    from moe_conformance.cli.doctor import doctor_command, package_command
 
     if flashinfer:
         raise typer.Exit(package_command("flashinfer-python"))
@@ -205,7 +206,7 @@ def invoke(arguments: list[str]) -> int:
     except CommandError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has seen enough; closing stdout again at exit must not complain either.
         sys.stdout = None
@@ -219,7 +220,7 @@ def _refuse_unexpected(error: Exception) -> int:
     # typer's own usage errors: their base class moved between the versions that are supported.
     if hasattr(error, "format_message"):
         message = one_line(error.format_message())
-        return _refuse(message) if message else EXIT_USAGE
+        return _refuse(message) if message else ExitStatus.UNUSABLE
     if os.environ.get(DEBUG):
         raise error
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -229,4 +230,4 @@ def _refuse_unexpected(error: Exception) -> int:
 
 def _refuse(message: object) -> int:
     print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr)
-    return EXIT_USAGE
+    return ExitStatus.UNUSABLE

@@ -17,6 +17,8 @@ from moe_conformance.bench.markdown import SECTIONS, replaced, to_markdown
 from moe_conformance.bench.model import BenchResult, Cache, Mode
 from moe_conformance.bench.table import print_result, row_line
 from moe_conformance.cli.errors import CommandError, unknown
+from moe_conformance.cli.values import parse_file
+from moe_conformance.exit_status import ExitStatus
 from moe_conformance.report.terminal import make_console
 from moe_conformance.report.writer import ReportFolderError, write_whole
 from moe_contract import Consumer, PlugInError
@@ -48,7 +50,11 @@ class BenchOptions:
 
 def bench_command(options: BenchOptions) -> int:
     """Times, prints, writes. 1 where a result was wrong, 3 where nothing was timed."""
-    json, plot, document = _file("--json", options.json), _file("--plot", options.plot), _document(options.document)
+    json, plot, document = (
+        parse_file("--json", options.json),
+        parse_file("--plot", options.plot),
+        _document(options.document),
+    )
     if plot is not None:
         _require_matplotlib()
     result = _run(options, parse_grid(options), json) if options.source is None else read_result(options.source)
@@ -64,8 +70,8 @@ def bench_command(options: BenchOptions) -> int:
 
         draw(result, plot)
     if not any(row.correct for row in result.rows):
-        return 3
-    return 0 if all(row.correct for row in result.rows) else 1
+        return ExitStatus.NOTHING_RAN
+    return ExitStatus.HOLDS if all(row.correct for row in result.rows) else ExitStatus.BROKEN
 
 
 def _save(path: Path | None, result: BenchResult) -> None:
@@ -176,19 +182,9 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
     return tuple(dict.fromkeys(parts))
 
 
-def _file(option: str, text: str | None) -> Path | None:
-    """A file in a folder that exists, before an hour of timing is spent on it; raises CommandError."""
-    if text is None:
-        return None
-    path = Path(text)
-    if not text.strip() or path.is_dir() or not path.parent.is_dir():
-        raise CommandError(f"{option}: expected a file in a folder that exists, got {text!r}")
-    return path
-
-
 def _document(text: str | None) -> Path | None:
     """A file whose sections can be replaced, before an hour of timing is spent on it; raises CommandError."""
-    path = _file("--document", text)
+    path = parse_file("--document", text)
     if path is not None:
         try:
             replaced(path.read_text(encoding="utf-8"), dict.fromkeys(SECTIONS, ""))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-EXIT_USAGE = 2
-"""Wrong usage, or an error of the suite."""
-
 
 class CommandError(Exception):
     """Wrong usage; the message is one line: what was expected, what came, what to do."""

@@ -8,7 +8,6 @@ import textwrap
 from rich.text import Text
 
 from moe_conformance.cli.selection import check_clause
-from moe_conformance.marks import metadata
 from moe_conformance.plan import suite_tests
 from moe_conformance.report.terminal import make_console
 from moe_contract import get_clause
@@ -50,10 +49,9 @@ def explain_command(clause_id: str) -> None:
 def checking_tests(clause_id: str) -> dict[str, str]:
     """The tests that are about the clause, each with its promise."""
     found = {}
-    for name, function in suite_tests().items():
-        test = metadata(function)
-        if test is not None and test.clause == clause_id:
-            found[name] = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+    for name, test in suite_tests().items():
+        if test.metadata.clause == clause_id:
+            found[name] = (inspect.getdoc(test.function) or "").partition("\n\n")[0].replace("\n", " ")
     return found
 
 

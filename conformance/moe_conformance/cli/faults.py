@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_conformance.cli.errors import CommandError, unknown
-from moe_conformance.cli.run import parse_workers
+from moe_conformance.cli.errors import unknown
+from moe_conformance.cli.selection import check_clause
+from moe_conformance.cli.values import parse_file, parse_workers
 from moe_conformance.faults.catalogue import faults, variants
-from moe_conformance.faults.idle import JUSTIFIED
-from moe_conformance.faults.matrix import run_matrix
+from moe_conformance.faults.kill_matrix import run_matrix
 from moe_conformance.faults.results import FaultResult, MatrixReport, Outcome, VariantResult
 from moe_conformance.faults.rules import RULES
-from moe_conformance.report.terminal import make_console
-from moe_contract import UnknownClauseError, get_clause
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
+from moe_conformance.report.terminal import HEADLINES, make_console
 from moe_contract.clauses import registry
 
 MARKS: dict[Outcome, tuple[str, str]] = {
@@ -37,7 +36,7 @@ def faults_command(
     """Runs, prints, writes; the exit status. A part of the catalogue runs without the correct variants."""
     count, chosen = parse_workers(workers), select_faults(clauses, ids)
     whole = len(chosen) == len(faults())
-    file = _json_file(json)
+    file = parse_file("--json", json)
     console = make_console()
 
     def progress(result: FaultResult | VariantResult) -> None:
@@ -58,12 +57,7 @@ def select_faults(clauses: Sequence[str], ids: Sequence[str]) -> list[str]:
     for name in ids:
         if name not in faults():
             raise unknown("fault", name, faults())
-    wanted = set()
-    for clause in clauses:
-        try:
-            wanted.add(get_clause(clause.upper()).id)
-        except UnknownClauseError as error:
-            raise CommandError(f"--clause: {error}") from error
+    wanted = {check_clause(clause) for clause in clauses}
     return [
         fault.id
         for fault in faults().values()
@@ -74,7 +68,7 @@ def select_faults(clauses: Sequence[str], ids: Sequence[str]) -> list[str]:
 def print_matrix(report: MatrixReport, console: Console, *, quiet: bool = False) -> None:
     """A row a fault, in the order of the clauses; then variants, rules, idle tests and one line."""
     if not quiet and report.faults:
-        console.print(_fault_table(report, console.width))
+        console.print(_fault_table(report))
         console.print()
     if not quiet and report.variants:
         console.print(_variant_table(report))
@@ -86,7 +80,7 @@ def print_matrix(report: MatrixReport, console: Console, *, quiet: bool = False)
         console.print(_rule_table(report))
         console.print()
     for test in report.idle_tests:
-        reason = JUSTIFIED.get(test, "no reason is known: give one in faults/idle.py, or remove it")
+        reason = JUSTIFIED.get(test, "no reason is known: give one in faults/tests_without_fault.py, or remove it")
         console.print(Text(f"kills nothing: {test} ({reason})", style="yellow"), soft_wrap=True)
     console.print(Text("\n".join(textwrap.wrap(summary(report), console.width))), soft_wrap=True)
 
@@ -95,7 +89,7 @@ def summary(report: MatrixReport) -> str:
     """The last line."""
     verdicts: tuple[Outcome, ...] = ("killed", "killed-by-other", "survived", "not-runnable")
     counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in verdicts)
-    word = {0: "PASSED", 1: "FAILED", 3: "NOTHING RAN"}[report.exit_status]
+    word = HEADLINES[report.exit_status][0]
     cases = sum(variant.cases for variant in report.variants)
     right = f"; {len(report.variants)} correct variants, {cases} cases, {report.false_alarms} false alarms"
     closest = [variant.headroom for variant in report.variants if variant.headroom is not None]
@@ -106,7 +100,7 @@ def summary(report: MatrixReport) -> str:
     )
 
 
-def _fault_table(report: MatrixReport, width: int) -> Table:
+def _fault_table(report: MatrixReport) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("clause", "fault", "verdict", "by"):
         table.add_column(name, header_style="bold", overflow="fold")
@@ -156,12 +150,3 @@ def _rule_table(report: MatrixReport) -> Table:
 def _alarms(report: MatrixReport) -> str:
     wrong = sum(bool(variant.false_alarms) for variant in report.variants)
     return f"{wrong} of {len(report.variants)}" if report.variants else ""
-
-
-def _json_file(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    file = Path(text)
-    if not text.strip() or file.is_dir() or not file.parent.is_dir():
-        raise CommandError(f"--json: expected a file in a folder that exists, got {text!r}")
-    return file

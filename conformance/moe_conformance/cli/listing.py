@@ -6,12 +6,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection
 
-from moe_conformance.cli.absence import absence_notes
+from moe_conformance.cases.models import models
+from moe_conformance.cases.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
 from moe_conformance.cli.errors import CommandError, unknown
-from moe_conformance.cli.selection import Asked, choose_device, installed_candidates, select
-from moe_conformance.models import models
+from moe_conformance.cli.missing_cases import absence_notes
+from moe_conformance.cli.selection import SelectionOptions, choose_device, installed_candidates, select
 from moe_conformance.plan import PlanError, plan
-from moe_conformance.profiles import MODEL_PREFIX, PROFILE_NAMES, get_profile
 from moe_conformance.report.terminal import make_console
 from moe_contract.clauses import registry
 
@@ -19,12 +19,12 @@ OPTIONS: dict[str, Collection[str]] = {"backends": ("--device",)}
 """The options that say something to a list, but for ``cases``, which takes all."""
 
 
-def list_command(what: str, asked: Asked, given: Collection[str] = ()) -> None:
+def list_command(what: str, asked: SelectionOptions, given: Collection[str] = ()) -> None:
     """Prints what was asked for; raises CommandError for an unknown list and for an option that it does not take.
 
     ``given``: the options that stand on the command line.
     """
-    lists: dict[str, Callable[[Asked], None]] = {
+    lists: dict[str, Callable[[SelectionOptions], None]] = {
         "backends": _backends,
         "clauses": _clauses,
         "cases": _cases,
@@ -40,14 +40,14 @@ def list_command(what: str, asked: Asked, given: Collection[str] = ()) -> None:
     lists[what](asked)
 
 
-def _instead(option: str, asked: Asked) -> str:
+def _instead(option: str, asked: SelectionOptions) -> str:
     """What to do in place of an option that a list does not take."""
     if option == "--clause":
         return f"moe-conformance explain {asked.clauses[0]} says what the clause asks for"
     return "leave it out, or ask for list cases, which are what it selects"
 
 
-def _backends(asked: Asked) -> None:
+def _backends(asked: SelectionOptions) -> None:
     candidates = installed_candidates(choose_device(asked.device))
     width = max((len(candidate.name) for candidate in candidates), default=0)
     for candidate in candidates:
@@ -57,7 +57,7 @@ def _backends(asked: Asked) -> None:
         _print_entry(f"{candidate.name:<{width}}  {candidate.side:<8}  {version:<8}  ", state)
 
 
-def _faults(asked: Asked) -> None:
+def _faults(asked: SelectionOptions) -> None:
     from moe_conformance.faults.catalogue import faults
 
     width = max(map(len, faults()))
@@ -65,13 +65,13 @@ def _faults(asked: Asked) -> None:
         _print_entry(f"{fault.id:<{width}}  {fault.clause:<8}  {fault.side:<8}  ", fault.what)
 
 
-def _clauses(asked: Asked) -> None:
+def _clauses(asked: SelectionOptions) -> None:
     for clause in registry().values():
         level = "" if clause.level == "MUST" else f"({clause.level}) "
         _print_entry(f"{clause.id:<9} {clause.side:<9} ", f"{level}{clause.text}")
 
 
-def _cases(asked: Asked) -> None:
+def _cases(asked: SelectionOptions) -> None:
     request = select(asked).request
     try:
         planned = plan(request)
@@ -83,14 +83,14 @@ def _cases(asked: Asked) -> None:
         print(f"{case.clause:<9} {case.id}")
 
 
-def _profiles(asked: Asked) -> None:
+def _profiles(asked: SelectionOptions) -> None:
     for name in PROFILE_NAMES:
         sizes = ",".join(map(str, get_profile(name).default_ranks))
         print(f"{name:<8} tensor-parallel sizes {sizes}")
     _print_entry(f"{MODEL_PREFIX}NAME ", "the layer of one model, see moe-conformance list models")
 
 
-def _models(asked: Asked) -> None:
+def _models(asked: SelectionOptions) -> None:
     width = max(len(name) for name in models())
     for name, model in models().items():
         sizes = ",".join(map(str, model.tp))

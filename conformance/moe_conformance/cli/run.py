@@ -11,13 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moe_conformance.cli.absence import absence_notes
 from moe_conformance.cli.errors import CommandError
-from moe_conformance.cli.selection import Asked, select
+from moe_conformance.cli.missing_cases import absence_notes
+from moe_conformance.cli.selection import SelectionOptions, select
+from moe_conformance.cli.values import parse_workers
 from moe_conformance.plan import PlanError, plan
 from moe_conformance.report.progress import LogProgress, Progress, Silent, TerminalProgress
 from moe_conformance.report.terminal import make_console, print_report
-from moe_conformance.report.writer import ReportFolderError, prepare_folder
+from moe_conformance.report.writer import ReportFolderError, prepare_folder, write_report
 from moe_conformance.runner import Shard, ShardError, run
 
 LONGEST_TIMEOUT_S = 86_400
@@ -35,7 +36,7 @@ class RunOptions:
     verbosity: int
 
 
-def run_command(asked: Asked, options: RunOptions) -> int:
+def run_command(asked: SelectionOptions, options: RunOptions) -> int:
     """Runs, prints, writes; the exit status. Every option is checked before the first case runs."""
     workers, shard = parse_workers(options.workers), parse_shard(options.shard)
     if not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:
@@ -54,13 +55,14 @@ def run_command(asked: Asked, options: RunOptions) -> int:
             selected.request,
             workers=workers,
             shard=shard,
-            report_dir=report_dir,
             progress=_progress(console, options.verbosity),
             timeout_s=options.timeout_s,
             backends=selected.backends,
             command=shlex.join(["moe-conformance", *sys.argv[1:]]),
             verbose=options.verbosity > 0,
         )
+        if report_dir is not None:
+            write_report(report, report_dir)
     except (ReportFolderError, PlanError) as error:
         raise CommandError(str(error)) from error
     print_report(report, console, verbosity=options.verbosity)
@@ -72,15 +74,6 @@ def parse_folder(text: str | None) -> Path | None:
     if text is not None and not text.strip():
         raise CommandError(f"--report: expected a folder such as report, or . for this one, got {text!r}")
     return None if text is None else Path(text)
-
-
-def parse_workers(text: str) -> int | None:
-    """A number of processes; None for ``auto``."""
-    if text == "auto":
-        return None
-    if not (text.isdecimal() and int(text) > 0):
-        raise CommandError(f"-n: expected auto or a number of worker processes from 1, got {text!r}")
-    return int(text)
 
 
 def parse_shard(text: str | None) -> Shard | None:

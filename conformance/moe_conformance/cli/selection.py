@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_conformance.cases.profiles import ProfileError, get_profile
 from moe_conformance.cli.errors import CommandError, one_line
 from moe_conformance.plan import PlanRequest
-from moe_conformance.profiles import ProfileError, get_profile
 from moe_conformance.report.model import BackendRecord
 from moe_contract import (
     Consumer,
@@ -37,7 +37,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class SelectionOptions:
     """The options that select cases, as the user wrote them."""
 
     producers: tuple[str, ...]
@@ -80,7 +80,7 @@ class Selected:
     backends: tuple[BackendRecord, ...]
 
 
-def select(asked: Asked) -> Selected:
+def select(asked: SelectionOptions) -> Selected:
     """Checks everything that was asked for; raises CommandError."""
     check_profile(asked.profile)
     clauses = [check_clause(clause) for clause in asked.clauses]
@@ -165,7 +165,7 @@ def installed_candidates(device: Device) -> list[Candidate]:
     return found
 
 
-def _candidates(asked: Asked, device: Device) -> tuple[list[Candidate], tuple[str, ...]]:
+def _candidates(asked: SelectionOptions, device: Device) -> tuple[list[Candidate], tuple[str, ...]]:
     """The backends that take part, and which of them only as partners."""
     if not asked.producers and not asked.consumers:
         return [_in_profile(candidate, asked.profile) for candidate in installed_candidates(device)], ()

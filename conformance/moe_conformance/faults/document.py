@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_conformance.faults.idle import JUSTIFIED
 from moe_conformance.faults.known_bugs import KNOWN_BUGS
 from moe_conformance.faults.results import FaultResult, MatrixReport, RuleResult
 from moe_conformance.faults.rules import RULES
+from moe_conformance.faults.tests_without_fault import JUSTIFIED
 from moe_contract.clauses import registry
 
 HEADER = """# Planted faults
@@ -39,10 +39,10 @@ HOW_TO = '''## From a bug report to a fault
 Faults are files of one family each in `moe_conformance/faults/families`; a file that is put there is found. A wrong
 consumer is the correct `PlainTail` with one of its steps replaced, a wrong producer a function of the correct one's
 output, call, layer or config, and a wrong engine takes the place of one of the contract's own functions. The name
-becomes the id, the docstring the sentence, `bugs` names the row of `known_bugs.py`:
+becomes the id, the docstring the sentence, `bugs` names public reports that are in `known_bugs.py`:
 
 ```python
-@consumer_fault("MAP-4", bugs=("B08",), smallest="one slot of -1")
+@consumer_fault("MAP-4", bugs=("vllm#46408",), smallest="one slot of -1")
 class LastRowRead(PlainTail):
     """-1 indexes the last row, as Python does."""
 
@@ -135,10 +135,10 @@ def _rules(report: MatrixReport) -> Iterator[str]:
 
 def _bugs(report: MatrixReport) -> Iterator[str]:
     rows = []
-    for bug, source in KNOWN_BUGS.items():
+    for bug, further in KNOWN_BUGS.items():
         names = ", ".join(f"`{fault.id}`" for fault in report.faults if bug in fault.bugs)
-        rows.append(f"| {bug} | {source} | {names} |")
-    yield "\n".join(["## Public reports\n", *_head("row", "report", "faults"), *rows])
+        rows.append(f"| {', '.join((bug, *further))} | {names} |")
+    yield "\n".join(["## Public reports\n", *_head("reports of one defect", "faults"), *rows])
 
 
 def _head(*names: str) -> list[str]:

@@ -15,9 +15,9 @@ from moe_conformance.direct import run_case
 from moe_conformance.faults.bases import base_consumer, base_producer
 from moe_conformance.faults.model import Fault, Planted, Variant
 from moe_conformance.faults.results import FaultResult, Killer, Outcome, VariantResult
-from moe_conformance.marks import Kind, metadata
+from moe_conformance.marks import Kind
 from moe_conformance.plan import PlanRequest, parameters, suite_tests
-from moe_conformance.report.explain import explain_failures
+from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.failures import FailureGroup, group_failures
 from moe_conformance.report.model import CaseResult
 from moe_conformance.subjects.calls import Settings
@@ -59,11 +59,10 @@ def jobs(profile: str, kinds: tuple[Kind, ...]) -> tuple[Job, ...]:
     """Every case of the profile's tests of these kinds, the smallest first within a test's clause."""
     request = PlanRequest(producers=(PARTNER,), consumers=(PARTNER,), profile=profile)
     found = []
-    for name, function in suite_tests().items():
-        test = metadata(function)
-        assert test is not None and test.kind is not None
-        if test.kind in kinds:
-            found += [Job(name, test.clause, test.kind, p.case) for p in parameters(test, request)]
+    for name, test in suite_tests().items():
+        about = test.metadata
+        if about.kind in kinds:
+            found += [Job(name, about.clause, about.kind, p.case) for p in parameters(about, request)]
     return tuple(sorted(found, key=lambda job: job.size))
 
 
@@ -129,7 +128,7 @@ def _run(planted: Planted, found: Sequence[Job], device: str = "cpu") -> Iterato
     tests, settings = suite_tests(), Settings(device, TIMEOUT_S)
     for job in found:
         sides = (producer if job.kind != "consumer" else None, consumer if job.kind != "producer" else None)
-        result = run_case(tests[job.test], job.case, *sides, settings=settings)
+        result = run_case(tests[job.test].function, job.case, *sides, settings=settings)
         yield result.model_copy(update={"test": job.test})
 
 

@@ -56,7 +56,7 @@ class Fault:
     smallest: str = ""
     """The smallest case that shows it, in words; empty where any case does."""
     bugs: tuple[str, ...] = ()
-    """Rows of the list of public reports (known_bugs.py) that it expresses."""
+    """Public reports that it expresses, such as ``vllm#46408``: keys of known_bugs.KNOWN_BUGS."""
     needs: str = ""
     """What a machine has to have for it to run: ``cuda``, or nothing."""
 

@@ -24,12 +24,14 @@ import moe_conformance
 import moe_contract
 
 TARGETS = (
-    ("moe_conformance", "judge.py"),
-    ("moe_conformance", "bounds.py"),
-    ("moe_conformance", "controls.py"),
-    ("moe_conformance", "layer_judge.py"),
-    ("moe_conformance", "quant_oracle.py"),
-    ("moe_conformance", "suite/steps.py"),
+    ("moe_conformance", "judging/judge.py"),
+    ("moe_conformance", "truth/bounds.py"),
+    ("moe_conformance", "judging/negative_controls.py"),
+    ("moe_conformance", "judging/layer_judge.py"),
+    ("moe_conformance", "truth/quant_oracle.py"),
+    ("moe_conformance", "suite/comparisons.py"),
+    ("moe_conformance", "suite/deferral.py"),
+    ("moe_conformance", "suite/refusals.py"),
     ("moe_conformance", "suite/test_reduce.py"),
     ("moe_conformance", "suite/test_defer.py"),
     ("moe_conformance", "suite/test_capability.py"),

@@ -23,10 +23,15 @@ from moe_contract import (
     UnsupportedError,
 )
 from moe_contract.checks import Expectation, require
-from moe_contract.limits import capacity_beyond
+from moe_contract.limits import require_capacity
 
 DECLARED: dict[str, Any] = {"weights_dtypes": frozenset({"activation", "float32"}), "route_major": True}
 """What the plain tail declares beyond the defaults."""
+
+
+def sum_rounded_at_each(parts: list[Tensor]) -> Tensor:
+    """The ranks' parts ``[T, H]`` of a 16-bit dtype added one by one, rounded to it after each; float32."""
+    return sum(parts[1:], parts[0]).float()
 
 
 @dataclass
@@ -178,8 +183,7 @@ class PlainConsumer:
         """A tail; UnsupportedError beyond the declared limits."""
         opening = getattr(self.tail, "may_open", None)
         if opening is None or not opening(group, capacity):
-            for reason in capacity_beyond(self.declaration, group, capacity):
-                raise UnsupportedError(reason)
+            require_capacity(self.declaration, group, capacity)
         return self.tail(group, capacity, self.declaration)
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moe_conformance.exit_status import ExitStatus
+
 Outcome = Literal["killed", "killed-by-other", "survived", "not-runnable"]
 
 
@@ -97,8 +99,9 @@ class MatrixReport(_Record):
         return sum(len(variant.false_alarms) for variant in self.variants)
 
     @property
-    def exit_status(self) -> int:
+    def exit_status(self) -> ExitStatus:
         """0 where every runnable fault is killed by its own clause and nothing right is blamed; 3 where nothing ran."""
         if not self.variants and not any(fault.verdict != "not-runnable" for fault in self.faults):
-            return 3
-        return int(bool(self.count("survived") or self.count("killed-by-other") or self.false_alarms))
+            return ExitStatus.NOTHING_RAN
+        wrong = self.count("survived") or self.count("killed-by-other") or self.false_alarms
+        return ExitStatus.BROKEN if wrong else ExitStatus.HOLDS

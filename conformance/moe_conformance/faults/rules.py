@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase, Stratum, TailCase
+from moe_conformance.cases.case import LayerCase, Stratum, TailCase
+from moe_conformance.cases.layer_data import LayerInputs, make_layer_inputs, make_parts
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.faults.bases import base_consumer, base_producer
 from moe_conformance.faults.model import Fault, Planted, Variant
 from moe_conformance.faults.results import RuleResult
 from moe_conformance.harness.threads import ThreadRankGroup, run_ranks
-from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_parts
-from moe_conformance.oracle import residual_truth
 from moe_conformance.subjects.tail import fresh_copy
-from moe_conformance.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.truth.tail_oracle import residual_truth
 from moe_contract import Consumer, MoEConfig, MoEOutput, Producer, RoutingMethod, TailCapacity
 
 TIMEOUT_S = 10.0

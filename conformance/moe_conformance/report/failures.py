@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
 from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict
 from moe_contract import UnknownClauseError, Violation, get_clause
-
-SIZES = ("tokens", "top_k", "hidden_size", "ranks", "dtype")
-"""The first parts of a case id, each with a letter before it but the last."""
 
 
 @dataclass
@@ -70,7 +67,8 @@ def block(group: FailureGroup, selection: Selection, *, with_text: bool = True) 
         yield "text", clause_text(group.clause)
     if case.violations:
         first = case.violations[0]
-        yield "values", f"{first.field}: got {first.got}  expected {first.expected.replace(', bound', '  bound')}"
+        bound = f"  bound {first.bound:.3g}" if first.bound is not None else ""
+        yield "values", f"{first.field}: got {first.got}  expected {first.expected}{bound}"
         if first.hint:
             yield "hint", first.hint
     else:
@@ -85,17 +83,21 @@ def block(group: FailureGroup, selection: Selection, *, with_text: bool = True) 
 
 def describe_case(case: CaseResult) -> str:
     """``T=17 K=8 H=2048 tp=2 bf16`` and the features that are not at their defaults."""
-    features = case.case_id.split("-", len(SIZES))[len(SIZES) :]
-    return " ".join([sizes(case), *features])
+    return " ".join([sizes(case), *(parameters_of(case).features if case.case else ())])
 
 
 def sizes(case: CaseResult) -> str:
-    """``T=17 K=8 H=2048 tp=2 bf16``."""
-    parts = case.case_id.split("-", len(SIZES))[: len(SIZES)]
-    if len(parts) < len(SIZES):
+    """``T=17 K=8 H=2048 tp=2 bf16``; the id of what ended before it had parameters."""
+    if not case.case:
         return case.case_id
-    tokens, top_k, hidden, ranks, dtype = parts
-    return f"T={tokens[1:]} K={top_k[1:]} H={hidden[1:]} tp={ranks[1:]} {dtype}"
+    shape = parameters_of(case)
+    return f"T={shape.tokens} K={shape.top_k} H={shape.hidden_size} tp={shape.ranks} {shape.short_dtype}"
+
+
+def parameters_of(case: CaseResult) -> LayerCase | TailCase:
+    """The parameters that the result carries, as the case that they make."""
+    kind = LayerCase if "num_experts" in case.case else TailCase
+    return kind.model_validate(case.case)
 
 
 def place(case: CaseResult) -> str:

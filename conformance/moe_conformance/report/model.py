@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moe_conformance.exit_status import ExitStatus
 from moe_conformance.verdicts import BROKEN, Verdict
 from moe_contract import Violation
 
@@ -151,18 +152,19 @@ class Report(_Record):
         return not self.complete or bool(self.missing) or self.count()[Verdict.NOT_RUN] > 0
 
     @property
-    def outcome_status(self) -> int:
+    def outcome_status(self) -> ExitStatus:
         """The exit status that the cases which ran would have by themselves."""
         if self.suite_errors or any(case.suite_error or case.verdict is Verdict.VACUOUS for case in self.cases):
-            return 2
+            return ExitStatus.UNUSABLE
         if any(case.broken for case in self.cases):
-            return 1
-        return 0 if any(case.verdict is Verdict.PASS for case in self.cases) else 3
+            return ExitStatus.BROKEN
+        return ExitStatus.HOLDS if any(case.verdict is Verdict.PASS for case in self.cases) else ExitStatus.NOTHING_RAN
 
     @property
-    def exit_status(self) -> int:
+    def exit_status(self) -> ExitStatus:
         """0 all clauses hold; 1 one is broken; 2 a suite error, or planned cases did not run; 3 nothing passed."""
-        return 2 if self.outcome_status == 0 and self.partial else self.outcome_status
+        holds = self.outcome_status is ExitStatus.HOLDS
+        return ExitStatus.UNUSABLE if holds and self.partial else self.outcome_status
 
 
 def largest_headroom(cases: tuple[CaseResult, ...]) -> CaseResult | None:

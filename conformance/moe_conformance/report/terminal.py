@@ -11,6 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from moe_conformance.exit_status import ExitStatus
 from moe_conformance.report.failures import block, group_failures, sizes
 from moe_conformance.report.matrix import legend, tables
 from moe_conformance.report.model import CaseResult, Report, largest_headroom
@@ -26,10 +27,10 @@ SLOWEST = 10
 LOG_WIDTH = 120
 """Columns when the output is a file or a pipe, where no terminal gives a width."""
 HEADLINES = {
-    0: ("PASSED", "bold green"),
-    1: ("FAILED", "bold red"),
-    2: ("ERROR", "bold red"),
-    3: ("NOTHING RAN", "bold red"),
+    ExitStatus.HOLDS: ("PASSED", "bold green"),
+    ExitStatus.BROKEN: ("FAILED", "bold red"),
+    ExitStatus.UNUSABLE: ("ERROR", "bold red"),
+    ExitStatus.NOTHING_RAN: ("NOTHING RAN", "bold red"),
 }
 PARTIAL = ("PARTIAL", "bold red")
 """In their place where the exit status is 2 for the cases alone that did not run."""

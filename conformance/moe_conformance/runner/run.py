@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,16 +11,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from moe_conformance.cases.profiles import get_profile
+from moe_conformance.machine import usable_cores
 from moe_conformance.plan import PlannedCase, PlanRequest, plan
-from moe_conformance.profiles import get_profile
+from moe_conformance.report.attribution import explain_failures
 from moe_conformance.report.environment import environment
-from moe_conformance.report.explain import explain_failures
 from moe_conformance.report.model import BackendRecord, Report, Selection
 from moe_conformance.report.progress import Progress, Silent
-from moe_conformance.report.writer import write_report
 from moe_conformance.runner.collector import Collector
-from moe_conformance.runner.environment import quiet_stderr, stops_on_sigterm, suite_environment
 from moe_conformance.runner.given_up import Strikes
+from moe_conformance.runner.process import quiet_stderr, stops_on_sigterm, suite_environment
 from moe_conformance.runner.sharding import Shard
 
 FEW_CASES = 40
@@ -41,7 +40,6 @@ def run(
     *,
     workers: int | None = None,
     shard: Shard | None = None,
-    report_dir: Path | None = None,
     progress: Progress | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     backends: Sequence[BackendRecord] = (),
@@ -54,7 +52,6 @@ def run(
         request: what to run.
         workers: worker processes; None to choose from the number of cases and cores.
         shard: only this part of the cases.
-        report_dir: where the files of the report go; None for none.
         progress: is told of every result.
         timeout_s: how long one case may take.
         backends: what the report says of the backends.
@@ -65,7 +62,7 @@ def run(
     planned = [case for case in plan(request) if shard is None or shard.holds(case.id)]
     collector, stopped_by = _execute(planned, request, shard, workers, progress or Silent(), timeout_s, verbose)
     cases = explain_failures(collector.finish(_why_not_run(collector, stopped_by)))
-    report = Report(
+    return Report(
         complete=not stopped_by,
         started=started.isoformat(timespec="seconds"),
         duration_s=round(time.monotonic() - clock, 2),
@@ -77,9 +74,6 @@ def run(
         suite_errors=tuple(collector.suite_errors),
         command=command,
     )
-    if report_dir is not None:
-        write_report(report, report_dir)
-    return report
 
 
 def _execute(
@@ -110,7 +104,7 @@ def default_workers(cases: int, request: PlanRequest) -> int:
     """How many worker processes pay off."""
     if cases < FEW_CASES:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if request.device == "cuda":
         return min(cores, cases, GPU_WORKERS)
     # Half as many again keep the cores busy while ranks wait for a peer that comes late or never; but not for a short

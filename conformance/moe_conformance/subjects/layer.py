@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase
+from moe_conformance.cases.case import LayerCase
+from moe_conformance.cases.latest import Latest
+from moe_conformance.cases.layer_data import LayerInputs, make_layer_inputs, make_parts
+from moe_conformance.declared_support import layer_unshardable, layer_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.latest import Latest
-from moe_conformance.layer_data import LayerInputs, make_layer_inputs, make_parts
-from moe_conformance.layer_oracle import RankRows, RankTruth, rank_rows, rank_truth
 from moe_conformance.subjects.calls import Settings, on_every_rank
-from moe_conformance.support import layer_unshardable, layer_unsupported
+from moe_conformance.truth.layer_oracle import RankRows, RankTruth, rank_rows, rank_truth
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import (
     ExpertWeights,

@@ -8,7 +8,7 @@ from moe_conformance.plan import Parameter
 from moe_conformance.subjects.calls import Settings
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
-from moe_conformance.subjects.protocol import HeldConsumer, HeldProducer
+from moe_conformance.subjects.signature_checks import CheckedConsumer, CheckedProducer
 from moe_conformance.subjects.tail import TailSubject
 from moe_contract import Consumer, Producer
 
@@ -26,11 +26,11 @@ class Sides:
 def make_subject(parameter: Parameter, sides: Sides, clause: str, settings: Settings) -> Subject:
     """A consumer, a producer or a pair with the parameter's case."""
     consumer_name, producer_name = parameter.consumer or "", parameter.producer or ""
-    consumer = HeldConsumer(consumer_name, sides.consumer) if sides.consumer is not None else None
+    consumer = CheckedConsumer(consumer_name, sides.consumer) if sides.consumer is not None else None
     if sides.producer is None:
         assert consumer is not None
         return TailSubject(consumer_name, consumer, parameter.case, clause, settings)
-    producer = HeldProducer(producer_name, sides.producer)
+    producer = CheckedProducer(producer_name, sides.producer)
     layer = LayerSubject(producer_name, producer, parameter.case, clause, settings)
     if consumer is None:
         return layer

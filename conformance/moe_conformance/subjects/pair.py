@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.tail_data import TailInputs, move_output
 from moe_conformance.subjects.calls import Settings
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.tail_data import TailInputs, move_output
 from moe_conformance.verdicts import BackendError, UnsupportedCaseError
 from moe_contract import Consumer, MoEConfig
 from moe_contract.declarations import WeightsDtype
@@ -75,6 +75,7 @@ class PairSubject:
             device=self.settings.device,
             routing_method=self.case.method,
             ep_size=self.case.ep,
+            num_experts=self.case.num_experts,
         )
 
     def require_support(self) -> None:

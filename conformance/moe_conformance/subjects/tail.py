@@ -9,18 +9,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import TailCase
-from moe_conformance.controls import require_controls_rejected
-from moe_conformance.diagnosis import Cause, diagnose
+from moe_conformance.cases.case import TailCase
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs, map_tensors
+from moe_conformance.declared_support import tail_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.judge import Judgement, judge, same_bits
-from moe_conformance.oracle import Truth, norm_truth, residual_truth
+from moe_conformance.judging.diagnosis import Cause, diagnose
+from moe_conformance.judging.judge import Judgement, judge, same_bits
+from moe_conformance.judging.negative_controls import require_controls_rejected
 from moe_conformance.subjects.calls import Settings, on_every_rank
-from moe_conformance.subjects.protocol import checked_output
-from moe_conformance.support import tail_unsupported
-from moe_conformance.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.subjects.signature_checks import checked_output
+from moe_conformance.truth.tail_oracle import Truth, norm_truth, residual_truth
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
-from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, UnfinalizedMoEOutput, Violation
+from moe_contract import Consumer, ConsumerDeclaration, MoEOutput, Tail, TailOutput, Violation
 
 cached_inputs = lru_cache(maxsize=4)(make_tail_inputs)
 """Every consumer gets the same inputs, one after the other; each call is handed a copy."""
@@ -156,12 +156,12 @@ def violation(clause: str, what: str, judgement: Judgement, rank: int, hint: str
     """The violation of a result that is out of its bound."""
     worst = judgement.worst
     assert worst is not None
-    expected = f"{worst.expected:.7g}, bound {worst.bound:.3g}" if worst.bound else f"exactly {worst.expected:.7g}"
     return Violation(
         clause=clause,
         field=what,
         got=f"{worst.got:.7g}",
-        expected=expected,
+        expected=f"{worst.expected:.7g}" if worst.bound else f"exactly {worst.expected:.7g}",
+        bound=worst.bound or None,
         hint=hint,
         rank=rank,
         token=worst.token,
@@ -205,19 +205,7 @@ LARGE_ROWS = 2**30
 
 def copy_output(output: MoEOutput) -> MoEOutput:
     """A copy whose tensors are its own."""
-    routed: object = output.routed
-    if isinstance(routed, Tensor):
-        routed = routed.clone()
-    elif isinstance(routed, UnfinalizedMoEOutput):
-        rows = routed.gemm2_permuted
-        routed = UnfinalizedMoEOutput(
-            rows if rows.numel() > LARGE_ROWS else clone(rows),
-            clone(routed.expert_weights),
-            clone(routed.expanded_idx_to_permuted_idx),
-            routed.route_major,
-        )
-    shared = output.shared_output
-    return MoEOutput(routed, None if shared is None else clone(shared), output.routed_scaling_factor)  # type: ignore[arg-type]  # tests hand over wrong forms on purpose
+    return map_tensors(output, lambda tensor: tensor if tensor.numel() > LARGE_ROWS else clone(tensor))
 
 
 def clone(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_conformance.cases import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase
 from moe_contract import ConsumerDeclaration, ProducerDeclaration, RoutingMethod
 
 LARGEST_CASE = 2**24

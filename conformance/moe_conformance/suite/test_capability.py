@@ -12,9 +12,11 @@ from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
 from moe_conformance.suite.limits import producer_limits, tail_limits
-from moe_conformance.suite.steps import REFUSALS, refusal
+from moe_conformance.suite.refusals import REFUSALS, refusal
 from moe_conformance.verdicts import ClauseBrokenError, UnderClaimedError, UnsupportedCaseError
 from moe_contract import TailOutput, Violation
+
+RESULT = "a result on the meta device"
 
 
 @clause("CAP-1")
@@ -67,17 +69,19 @@ def test_tail_says_that_it_cannot_run_on_a_device(tail: TailSubject) -> None:
     inputs = tail.inputs.to(torch.device("meta"))
     capacity = inputs.capacity(tail.case)
 
-    def one_rank(group: ThreadRankGroup) -> bool:
+    def one_rank(group: ThreadRankGroup) -> str:
+        """What came in place of a refusal with a reason; empty where that came."""
         group.device = torch.device("meta")
         try:
             opened = tail.consumer.open(group, capacity)
             opened(inputs.outputs[group.rank], inputs.residual, inputs.norm_weight, eps=inputs.eps)
         except REFUSALS as error:
-            return bool(str(error).strip())
-        return False
+            return "" if str(error).strip() else f"{type(error).__name__} without a message"
+        return RESULT
 
-    if not all(on_every_rank(tail.name, tail.settings, tail.case.ranks, one_rank)):
-        raise ClauseBrokenError([_no_reason()])
+    for rank, got in enumerate(on_every_rank(tail.name, tail.settings, tail.case.ranks, one_rank)):
+        if got:
+            raise ClauseBrokenError([_no_reason(got, rank)])
 
 
 @clause("CAP-2")
@@ -87,9 +91,9 @@ def test_producer_says_that_it_cannot_run_on_a_device(layer: LayerSubject) -> No
     layer.require_support()
     elsewhere = replace(layer, settings=replace(layer.settings, device="meta"))
     if refusal(elsewhere.run_unchecked) is None:
-        raise ClauseBrokenError([_no_reason()])
+        raise ClauseBrokenError([_no_reason(RESULT)])
 
 
-def _no_reason() -> Violation:
+def _no_reason(got: str, rank: int | None = None) -> Violation:
     expected = "a refusal that says why this device cannot run it"
-    return Violation(clause="CAP-2", field="device", got="a result on the meta device", expected=expected)
+    return Violation(clause="CAP-2", field="device", got=got, expected=expected, rank=rank)

@@ -7,28 +7,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_conformance import bounds
+from moe_conformance.cases.tail_data import move_output
+from moe_conformance.declared_support import tail_unsupported
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, several_ranks, several_tokens, tails
-from moe_conformance.oracle import EXACT, local_part
-from moe_conformance.subjects.calls import on_every_rank
+from moe_conformance.subjects.calls import judged_errors, on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import deferred, judge_rows, require_same, require_within
-from moe_conformance.support import tail_unsupported
-from moe_conformance.tail_data import move_output
+from moe_conformance.suite.comparisons import require_same, require_within
+from moe_conformance.suite.deferral import deferred, judge_rows
+from moe_conformance.suite.refusals import refusal
+from moe_conformance.truth import bounds
+from moe_conformance.truth.bounds import EXACT
+from moe_conformance.truth.layer_oracle import finalized_truth
+from moe_conformance.truth.tail_oracle import local_part
 from moe_conformance.verdicts import ClauseBrokenError
-from moe_contract import (
-    MoEOutput,
-    PendingOutputError,
-    UnsupportedError,
-    Violation,
-    complete,
-    finalize,
-    is_unfinalized,
-)
+from moe_contract import MoEOutput, PendingOutputError, Violation, complete, finalize, is_unfinalized
 from moe_contract.completion import require_tensor
 
 
@@ -131,7 +126,12 @@ def test_call_beyond_the_negotiated_cap_is_refused(tail: TailSubject) -> None:
         opened = tail.consumer.open(group, small)
         collectives = len(group.trace)
         own = fresh_copy(inputs, group.rank, tail.settings.device)
-        refused = _refused(lambda: opened(own.outputs[0], own.residual, own.norm_weight, eps=own.eps))
+
+        def call() -> None:
+            with judged_errors(tail.name):
+                opened(own.outputs[0], own.residual, own.norm_weight, eps=own.eps)
+
+        refused = refusal(call) is not None
         opened.close()
         return refused, len(group.trace) - collectives
 
@@ -215,14 +215,6 @@ def _require_readable(pair: PairSubject) -> None:
     if reason is not None:
         found = Violation(clause="DEFER-4", field="routed", got="deferral granted", expected=f"denied: {reason}")
         raise ClauseBrokenError([found])
-
-
-def _refused(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except (ValueError, TypeError, UnsupportedError):
-        return True
-    return False
 
 
 def _judge_completed(outputs: list[MoEOutput | Tensor], completed: Tensor, layer: LayerSubject) -> None:

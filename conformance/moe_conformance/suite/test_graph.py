@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.cases import TailCase
+from moe_conformance.cases.case import TailCase
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.harness.threads import ThreadRankGroup
 from moe_conformance.marks import clause, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import blamed_on, require_same
-from moe_conformance.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.suite.comparisons import blamed_on, require_same
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import TailOutput
 

@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.cases import TailCase
+from moe_conformance.cases.case import TailCase
+from moe_conformance.cases.tail_data import TailInputs, with_routed
 from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import blamed_on, deferred, judge_rows, require_refused, with_routed
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.suite.comparisons import blamed_on
+from moe_conformance.suite.deferral import deferred, judge_rows
+from moe_conformance.suite.refusals import require_refused
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import UnfinalizedMoEOutput
 from moe_contract.checks import check_expert_parallel_group

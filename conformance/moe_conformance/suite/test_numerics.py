@@ -11,7 +11,8 @@ from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, of_tokens, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_identical, require_same
+from moe_conformance.suite.comparisons import require_identical, require_same
+from moe_conformance.suite.deferral import deferred, judge_rows
 from moe_conformance.verdicts import UnsupportedCaseError
 from moe_contract import Determinism, is_unfinalized
 

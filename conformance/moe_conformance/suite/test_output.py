@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.cases.tail_data import TailInputs, map_routed
 from moe_conformance.harness.threads import ThreadRankGroup
-from moe_conformance.layer_oracle import finalized_truth
 from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import require_same, require_unwritten, require_within
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.suite.comparisons import require_same, require_unwritten, require_within
+from moe_conformance.truth.layer_oracle import finalized_truth
 from moe_conformance.verdicts import UnsupportedCaseError
-from moe_contract import PrecomputedRouting, TailOutput, UnfinalizedMoEOutput
+from moe_contract import PrecomputedRouting, TailOutput
 
 
 @clause("OUT-1")
@@ -142,7 +142,7 @@ def test_output_outlives_the_next_call(layer: LayerSubject) -> None:
         loaded = layer.producer.load(on_device(layer.parts[group.rank], layer.settings.device), config)
         hidden, logits = layer.batch(inputs)
         first = loaded(hidden, logits)
-        kept = _snapshot(first)
+        kept = map_routed(first, Tensor.clone)
         loaded(torch.flip(hidden, (0,)) * 2, logits)
         return kept, first
 
@@ -178,13 +178,3 @@ def _fields(a: RoutedOutput, b: RoutedOutput) -> list[tuple[str, Tensor, Tensor]
         return [("routed", a, b)]
     names = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
     return [(name, getattr(a, name), getattr(b, name)) for name in names]
-
-
-def _snapshot(output: RoutedOutput) -> RoutedOutput:
-    if isinstance(output, Tensor):
-        return output.clone()
-    return UnfinalizedMoEOutput(
-        output.gemm2_permuted.clone(),
-        output.expert_weights.clone(),
-        output.expanded_idx_to_permuted_idx.clone(),
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_conformance.marks import clause, tails
-from moe_conformance.quant_oracle import quant_violation
 from moe_conformance.subjects.tail import TailSubject
+from moe_conformance.truth.quant_oracle import quant_violation
 from moe_conformance.verdicts import ClauseBrokenError
 
 

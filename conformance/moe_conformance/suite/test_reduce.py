@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.cases.tail_data import TailInputs, make_tail_inputs
 from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run_ranks
 from moe_conformance.marks import clause, several_ranks, tails
 from moe_conformance.subjects.calls import first_line, judged_errors, on_every_rank
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
-from moe_conformance.suite.steps import blamed_on, require_same
-from moe_conformance.tail_data import TailInputs, make_tail_inputs
+from moe_conformance.suite.comparisons import blamed_on, require_same
 from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import MoEOutput, PeerTimeoutError, TailOutput, Violation
 from moe_contract.outputs import require_unfinalized
@@ -72,7 +72,7 @@ def test_residual_is_added_once(tail: TailSubject) -> None:
 @clause("RED-4")
 @tails({"absent": "quarter"}, where=several_ranks)
 def test_ranks_issue_the_same_collectives_whatever_their_data(tail: TailSubject) -> None:
-    """A rank with nothing but -1 slots, zeros or NaN takes part in the same collectives as the others."""
+    """A rank with nothing but -1 slots or zeros takes part in the same collectives as the others."""
     tail.require_support()
     inputs = _with_odd_rank(tail.inputs)
     capacity = inputs.capacity(tail.case)

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.cases.tail_data import with_routed
 from moe_conformance.marks import clause, layers, several_ranks, several_tokens, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_identical, require_refused_or_right, with_routed
+from moe_conformance.suite.comparisons import require_identical
+from moe_conformance.suite.deferral import deferred, judge_rows
+from moe_conformance.suite.refusals import require_refused_or_right
 from moe_contract import Determinism, UnfinalizedMoEOutput
 
 

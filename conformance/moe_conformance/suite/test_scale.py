@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from moe_conformance.cases.tail_data import TailInputs
 from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.suite.deferral import deferred, judge_rows
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import Violation
 

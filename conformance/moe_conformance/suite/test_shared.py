@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.layer_oracle import EXACT, mlp
 from moe_conformance.marks import clause, layers, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import require_within
+from moe_conformance.suite.comparisons import require_within
+from moe_conformance.truth.bounds import EXACT
+from moe_conformance.truth.layer_oracle import mlp
 from moe_conformance.verdicts import ClauseBrokenError
 from moe_contract import Violation
 

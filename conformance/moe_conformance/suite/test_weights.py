@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.cases.tail_data import TailInputs, with_routed
 from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.layer import LayerSubject
 from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject
-from moe_conformance.suite.steps import deferred, judge_rows, require_refused, with_routed
-from moe_conformance.tail_data import TailInputs
+from moe_conformance.suite.deferral import deferred, judge_rows
+from moe_conformance.suite.refusals import require_refused
 from moe_conformance.verdicts import UnsupportedCaseError
 
 

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_backends.reference.quantize import nvfp4_linear
-from moe_backends.reference.routing import RoutedTokens, route
+from moe_backends.common.nvfp4 import nvfp4_linear
+from moe_backends.common.routing import RoutedTokens, route
 from moe_backends.trtllm.bindings import BLOCK_MAJOR_K, SEPARATE_SINCE
+from moe_backends.trtllm.engine import Prepares
 from moe_backends.trtllm.returns import Call, Entry, RoutingInput, mislabelled
 from moe_backends.trtllm.routing import METHODS, folding_methods, unpack
 from moe_backends.trtllm.signatures import signature
 from moe_backends.trtllm.versions import EMULATED, Version
-from moe_contract import ExpertWeights, Installation, Routing, RoutingMethod, UnfinalizedMoEOutput, finalize
+from moe_contract import ExpertWeights, Installation, Routing, UnfinalizedMoEOutput, finalize
 
 from .experts import Bf16Experts, Nvfp4Experts, run
-from .on_demand import OnDemandWeights, Prepares, is_large
+from .on_demand import OnDemandWeights, is_large
 from .permutation import allocated_rows, default_tile, padded_rows, place
 
 
@@ -88,7 +89,7 @@ class Emulator:
         number = given["routing_method_type"]
         method = next(m for m, known in METHODS.items() if known.number == number and self.version >= known.since)
         bias = given["routing_bias"]
-        if method in (RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2) and bias is None:
+        if method.takes_bias and bias is None:
             raise RuntimeError(f"routing method {number} needs a routing_bias")
         routing = Routing(
             method=method,

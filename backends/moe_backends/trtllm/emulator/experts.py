@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_backends.reference.quantize import nvfp4_linear, nvfp4_values
+from moe_backends.common.nvfp4 import nvfp4_linear, nvfp4_values
 
 from .operands import Operands, gated, operands
 

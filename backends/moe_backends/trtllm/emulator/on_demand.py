@@ -9,24 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moe_backends.trtllm.engine import Prepares
 from moe_backends.trtllm.weights.blocks import INTERMEDIATE_MULTIPLE, round_up
 from moe_contract import ExpertWeights
 
 LARGEST_WHOLE = 2**26
 """Elements of one padded projection of all experts up to which they are prepared at once, as kernels need them."""
-
-
-class Prepares(Protocol):
-    """A weight format, as far as it is needed here."""
-
-    def prepare(self, weights: ExpertWeights) -> Mapping[str, object]:
-        """The weights' keywords."""
-        ...
 
 
 def is_large(weights: ExpertWeights) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_backends.common.weight_cache import TensorCache
 from moe_backends.trtllm.bindings import SWIGLU
 from moe_backends.trtllm.weights import nvfp4
 from moe_backends.trtllm.weights.rows import first_gemm_order, inverse, second_gemm_order
-from moe_backends.weight_cache import TensorCache
 from moe_contract.quant import NVFP4_BLOCK
 
 from .on_demand import LARGEST_WHOLE, OnDemandTensor

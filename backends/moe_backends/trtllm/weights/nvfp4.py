@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_backends.reference.quantize import nvfp4_linear, nvfp4_values, swizzle_scales, unswizzle_scales
+from moe_backends.common.nvfp4 import nvfp4_linear, nvfp4_values, swizzle_scales, unswizzle_scales
 from moe_contract import ExpertWeights
 from moe_contract.quant import (
     NVFP4_BLOCK,

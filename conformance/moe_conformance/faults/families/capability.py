@@ -38,7 +38,7 @@ class _OpensAnything(PlainTail):
         return group.device.type != "meta"
 
 
-@consumer_fault("CAP-1", bugs=("B76",), smallest="one token above max_tokens")
+@consumer_fault("CAP-1", bugs=("flashinfer#1986",), smallest="one token above max_tokens")
 class WrongBeyondItsTokens(_OpensAnything):
     """At most 24 tokens are declared; of more the first 24 are right."""
 
@@ -51,7 +51,7 @@ class WrongBeyondItsTokens(_OpensAnything):
         return local
 
 
-@consumer_fault("CAP-1", bugs=("B47",), smallest="K one above max_top_k")
+@consumer_fault("CAP-1", bugs=("vllm#46643",), smallest="K one above max_top_k")
 class SlotsBeyondItsTopKLost(_OpensAnything):
     """At most 8 slots are declared; of more the first 8 are summed."""
 
@@ -62,7 +62,7 @@ class SlotsBeyondItsTopKLost(_OpensAnything):
         return super().terms(routed)[:, :8]
 
 
-@consumer_fault("CAP-1", bugs=("B75",), smallest="T = max_tokens")
+@consumer_fault("CAP-1", bugs=("flashinfer#1223",), smallest="T = max_tokens")
 class WorkspaceSizeInInt32(PlainTail):
     """The workspace's byte size overflows 32 bits well below the declared number of tokens."""
 
@@ -76,7 +76,7 @@ class WorkspaceSizeInInt32(PlainTail):
         return False
 
 
-@consumer_fault("CAP-1", bugs=("B101",), smallest="T = max_tokens")
+@consumer_fault("CAP-1", bugs=("TensorRT-LLM#12523",), smallest="T = max_tokens")
 class TunesForEveryNumberOfTokens(PlainTail):
     """The autotuner builds a profile for each number of tokens up to the largest, and runs out of memory."""
 
@@ -90,22 +90,22 @@ class TunesForEveryNumberOfTokens(PlainTail):
         return False
 
 
-@consumer_fault("CAP-1", bugs=("B78",), smallest="T above the root of the limit")
+@consumer_fault("CAP-1", bugs=("vllm#21325",), smallest="T = 25, of 30 declared")
 class GuardComparesTheSquare(PlainTail):
-    """The guard compares T * T with the limit, so calls far below it are refused."""
+    """The guard compares T * T with 600, not T with the declared 30, so batches of 25 to 30 tokens are refused."""
 
     declares: ClassVar[dict[str, Any]] = {"max_tokens": 30}
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
-        """Refuses from the root of 600 on."""
+        """Refuses above the root of 600."""
         if residual.shape[0] ** 2 > 600:
             raise UnsupportedError(f"CAP-1: {residual.shape[0]} tokens, at most 30")
         super().check(output, residual)
 
 
-@consumer_fault("CAP-1", bugs=("B74",), smallest="H one multiple above max_hidden_size")
+@consumer_fault("CAP-1", bugs=("aiter#2329",), smallest="H one multiple above max_hidden_size")
 class ColumnsBeyondItsWidthUnwritten(_OpensAnything):
-    """Rows of at most 1024 columns are declared; of wider ones the rest is never written."""
+    """Rows of at most 4096 columns are declared; of wider ones the rest is never written."""
 
     declares: ClassVar[dict[str, Any]] = {"max_hidden_size": 4096}
 

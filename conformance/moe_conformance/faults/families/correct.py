@@ -13,7 +13,7 @@ from moe_conformance.faults import delta_producer, plain_tail
 from moe_conformance.faults.bases import base_consumer, base_producer
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Planted, Variant
-from moe_conformance.faults.plain_tail import PlainTail
+from moe_conformance.faults.plain_tail import PlainTail, sum_rounded_at_each
 from moe_contract import Determinism, RoundingProfile, ScalePlacement, UnfinalizedMoEOutput
 
 VARIANTS: list[Variant] = []
@@ -109,8 +109,7 @@ class RoundsAtEachRankAsDeclared(PlainTail):
 
     def add_ranks(self, parts: list[Tensor]) -> Tensor:
         """In 16 bits."""
-        narrow = [part.to(self.capacity.dtype) for part in parts]
-        return sum(narrow[1:], narrow[0]).float()
+        return sum_rounded_at_each([part.to(self.capacity.dtype) for part in parts])
 
 
 @right_tail()

@@ -78,13 +78,13 @@ def flag_never_cleared(output: Any, call: Call) -> Any:
     return output
 
 
-@producer_fault("DEFER-3", bugs=("B103", "B104"), smallest="deepseek-v3")
+@producer_fault("DEFER-3", bugs=("TensorRT-LLM#15226", "TensorRT-LLM#14314"), smallest="deepseek-v3")
 def one_method_never_defers(output: Any, call: Call) -> Any:
     """DeepSeek routing finalizes although the declaration says that it defers."""
     return finalize(output) if call.layer.routing.method is RoutingMethod.DEEPSEEK_V3 else output
 
 
-@producer_fault("DEFER-3", bugs=("B20",), can_defer=False)
+@producer_fault("DEFER-3", bugs=("rtp-llm#1325",), can_defer=False)
 def defers_though_it_says_never(output: Any, call: Call) -> Any:
     """A producer that declares that it cannot defer obeys the flag."""
     return output
@@ -109,7 +109,7 @@ class _Unbounded(PlainTail):
             self.capacity = capacity
 
 
-@consumer_fault("DEFER-4", bugs=("B80",), smallest="one token above the capacity")
+@consumer_fault("DEFER-4", bugs=("sglang#34921",), smallest="one token above the capacity")
 class CallBeyondItsCapacityRuns(_Unbounded):
     """A call with more tokens than the tail was opened for is run."""
 
@@ -162,9 +162,9 @@ def completed_without_a_reduction(output: Any, group: RankGroup | None = None) -
     return complete(output)
 
 
-engine_fault("DEFER-6", wiring.COMPLETE[0], bugs=("B64", "B65"), smallest="two ranks, one layer")(
-    completed_without_a_reduction
-)
+engine_fault(
+    "DEFER-6", wiring.COMPLETE[0], bugs=("TensorRT-LLM#6850", "sglang#28619"), smallest="two ranks, one layer"
+)(completed_without_a_reduction)
 
 
 def captured_without_the_shared_part(output: Any, group: RankGroup | None = None) -> Tensor:
@@ -172,7 +172,7 @@ def captured_without_the_shared_part(output: Any, group: RankGroup | None = None
     return complete(output.routed if isinstance(output, MoEOutput) else output, group)
 
 
-engine_fault("DEFER-6", *wiring.COMPLETE, bugs=("B67",), smallest="two ranks, shared output")(
+engine_fault("DEFER-6", *wiring.COMPLETE, bugs=("sglang#39286",), smallest="two ranks, shared output")(
     captured_without_the_shared_part
 )
 
@@ -183,6 +183,6 @@ def pending_taken_for_a_tensor(output: Any) -> Tensor:
     return taken
 
 
-engine_fault("DEFER-6", "moe_conformance.suite.test_defer.require_tensor", bugs=("B65",), smallest="two ranks")(
-    pending_taken_for_a_tensor
-)
+engine_fault(
+    "DEFER-6", "moe_conformance.suite.test_defer.require_tensor", bugs=("sglang#28619",), smallest="two ranks"
+)(pending_taken_for_a_tensor)

@@ -33,7 +33,7 @@ class OneSlotInAThousandLost(PlainTail):
         return terms
 
 
-@consumer_fault("NUM-1", smallest="T=3: 2^n + 1")
+@consumer_fault("NUM-1", smallest="T=17: 2^4 + 1")
 class LastTokenOfAnOddBatch(PlainTail):
     """With T = 2^n + 1, from 17 on, the last token's top-k sum is the one before."""
 

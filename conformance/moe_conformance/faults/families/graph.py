@@ -16,7 +16,7 @@ FAULTS: list[Fault] = []
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
 
 
-@consumer_fault("GRAPH-1", bugs=("B81",), needs="cuda", smallest="one captured call")
+@consumer_fault("GRAPH-1", bugs=("vllm#55973",), needs="cuda", smallest="one captured call")
 class SynchronisesWhileCapturing(PlainTail):
     """A value is read on the host during the call, which invalidates a capture."""
 
@@ -27,7 +27,7 @@ class SynchronisesWhileCapturing(PlainTail):
         return local
 
 
-@consumer_fault("GRAPH-1", bugs=("B60",), needs="cuda", smallest="two replays with other inputs")
+@consumer_fault("GRAPH-1", bugs=("vllm-ascend#10557",), needs="cuda", smallest="two replays with other inputs")
 class FrozenAtCapture(PlainTail):
     """What the first captured call computed is handed out by every replay."""
 
@@ -55,7 +55,7 @@ class GraphBreaks(_Compilable):
         return super().scale(routed, factor) if routed.abs().sum().item() > 0 else routed
 
 
-@consumer_fault("GRAPH-2", bugs=("B60",), smallest="one traced call, factor 2.5")
+@consumer_fault("GRAPH-2", bugs=("vllm-ascend#10557",), smallest="one traced call, factor 2.5")
 class TracedWithoutTheFactor(_Compilable):
     """The traced specialisation leaves the routed scaling factor out."""
 

@@ -24,7 +24,7 @@ class NormOverPaddedWidth(PlainTail):
         return x.float().square().sum(-1, keepdim=True) / (-(-x.shape[1] // 384) * 384 + 384)
 
 
-@consumer_fault("NORM-1", bugs=("B74",), smallest="H=2880")
+@consumer_fault("NORM-1", bugs=("aiter#2329",), smallest="H=2880")
 class NormOverWholeTiles(PlainTail):
     """The mean square leaves out the columns after the last whole tile of 1024, where H has one."""
 

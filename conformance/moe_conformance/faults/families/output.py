@@ -61,7 +61,7 @@ def weighted_input_weighted_at_the_output(call: Call) -> Any:
     return base_producer("reference").load(other, MoEConfig())(call.hidden_states, call.router_logits)
 
 
-@producer_fault("OUT-2", "call", bugs=("B91",), smallest="T=0")
+@producer_fault("OUT-2", "call", bugs=("tokenspeed#415",), smallest="T=0")
 def triple_of_no_tokens(call: Call) -> Any:
     """An empty batch gives an unfinalized output."""
     if len(call.hidden_states) or not call.config.use_deferred_moe_finalize:
@@ -71,14 +71,14 @@ def triple_of_no_tokens(call: Call) -> Any:
     return UnfinalizedMoEOutput(empty, empty.new_zeros(0, top_k), torch.zeros(0, top_k, dtype=torch.int32))
 
 
-@producer_fault("OUT-2", "call", bugs=("B95",), smallest="T=0")
+@producer_fault("OUT-2", "call", bugs=("vllm#51106",), smallest="T=0")
 def empty_batch_reshaped(call: Call) -> Any:
     """Hidden states are reshaped to [T, -1], which has no answer for T = 0."""
     call.hidden_states.reshape(len(call.hidden_states), -1)
     return call.right()
 
 
-@producer_fault("OUT-2", "call", bugs=("B92", "B97"), smallest="T=0")
+@producer_fault("OUT-2", "call", bugs=("sglang#38773", "DeepEP#374"), smallest="T=0")
 def null_pointer_refused(call: Call) -> Any:
     """A batch without data is taken for a missing one."""
     if call.hidden_states.numel() and call.hidden_states.data_ptr():
@@ -94,7 +94,7 @@ def empty_output_without_columns(output: Tensor, call: Call) -> Tensor:
     return output if len(output) else output.new_empty(0)
 
 
-@consumer_fault("OUT-2", bugs=("B91",), smallest="T=0")
+@consumer_fault("OUT-2", bugs=("tokenspeed#415",), smallest="T=0")
 class DividesByTheNumberOfTokens(PlainTail):
     """The grid is computed as a number of threads divided by T."""
 
@@ -105,7 +105,7 @@ class DividesByTheNumberOfTokens(PlainTail):
         return local
 
 
-@consumer_fault("OUT-2", bugs=("B93",), smallest="T=0")
+@consumer_fault("OUT-2", bugs=("sglang#22455",), smallest="T=0")
 class NoTokensAreNoPowerOfTwo(PlainTail):
     """T = 0 falls through a test for powers of two and is refused."""
 
@@ -164,7 +164,7 @@ class ResidualOverwritten(PlainTail):
         return residual.copy_(total + residual.float())
 
 
-@consumer_fault("OUT-4", bugs=("B67",), smallest="T=1, shared output")
+@consumer_fault("OUT-4", bugs=("sglang#39286",), smallest="T=1, shared output")
 class SharedOutputOverwritten(PlainTail):
     """The local sum is built in the shared output's memory, which a capture still holds."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_conformance.faults import delta_producer, plain_tail
 from moe_conformance.faults.delta_producer import Call
 from moe_conformance.faults.model import Fault
-from moe_conformance.faults.plain_tail import PlainTail
+from moe_conformance.faults.plain_tail import PlainTail, sum_rounded_at_each
 from moe_contract import RoundingProfile, RoutingMethod, UnfinalizedMoEOutput
 
 FAULTS: list[Fault] = []
@@ -32,7 +32,9 @@ def _rounded_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
     return total.float()
 
 
-@consumer_fault("NUM-1", bugs=("B46",), smallest="K=8: one large term and seven below half a unit in its last place")
+@consumer_fault(
+    "NUM-1", bugs=("TensorRT-LLM#16778",), smallest="K=8: one large term and seven below half a unit in its last place"
+)
 class RoundsEachTerm(PlainTail):
     """Float32 sums are declared, each term is rounded to the activation dtype."""
 
@@ -41,7 +43,9 @@ class RoundsEachTerm(PlainTail):
         return _rounded_sum(terms, self.capacity.dtype)
 
 
-@consumer_fault("NUM-1", bugs=("B47",), smallest="K=3: one large term and two below half a unit in its last place")
+@consumer_fault(
+    "NUM-1", bugs=("vllm#46643",), smallest="K=3: one large term and two below half a unit in its last place"
+)
 class FastPathAddsIn16Bits(PlainTail):
     """Up to K = 4 the sum is in 16 bits, above it in float32."""
 
@@ -57,8 +61,7 @@ class RoundsAtEachRank(PlainTail):
 
     def add_ranks(self, parts: list[Tensor]) -> Tensor:
         """Rounded after each."""
-        narrow = [part.to(self.capacity.dtype) for part in parts]
-        return sum(narrow[1:], narrow[0]).float()
+        return sum_rounded_at_each([part.to(self.capacity.dtype) for part in parts])
 
 
 @consumer_fault("NUM-1", smallest="any value that rounds")
@@ -117,8 +120,7 @@ class _ProfileB(PlainTail):
 
     def add_ranks(self, parts: list[Tensor]) -> Tensor:
         """Rounded after each."""
-        narrow = [part.to(self.capacity.dtype) for part in parts]
-        return sum(narrow[1:], narrow[0]).float()
+        return sum_rounded_at_each([part.to(self.capacity.dtype) for part in parts])
 
 
 @consumer_fault("NUM-1", smallest="K=8: one large term and seven below half a unit in its last place")
@@ -156,7 +158,7 @@ def last_column_of_rows_is_zero(output: UnfinalizedMoEOutput, call: Call) -> Unf
     return replace(output, gemm2_permuted=rows)
 
 
-@consumer_fault("NUM-2", bugs=("B49",), smallest="the same inputs twice")
+@consumer_fault("NUM-2", bugs=("sglang#40105",), smallest="the same inputs twice")
 class AtomicOrder(PlainTail):
     """Terms are added atomically, in an order that changes from run to run."""
 
@@ -169,7 +171,7 @@ class AtomicOrder(PlainTail):
 
 @producer_fault(
     "NUM-2",
-    bugs=("B49",),
+    bugs=("sglang#40105",),
     base="reference-fp32-weights",
     weights_dtypes=frozenset({"float32"}),
     smallest="the same inputs twice",

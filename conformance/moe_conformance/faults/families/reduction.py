@@ -1,4 +1,4 @@
-"""RED: ranks that are missing, doubled or out of order, residuals, stale buffers, and waits."""
+"""RED: ranks that are missing, doubled or out of order, residuals, and waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import MoEOutput, PeerTimeoutError
 
 FAULTS: list[Fault] = []
+
+
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
+
+
 LONGEST_POLL_S = 12.0
 """An endless poll that ends all the same, after the suite has called it a hang (10 s), so that no thread is left."""
 
@@ -38,7 +42,7 @@ class OwnPartTwice(PlainTail):
         return total if self.group.size == 1 else total + local.float()
 
 
-@consumer_fault("RED-1", bugs=("B64", "B65"), smallest="two ranks")
+@consumer_fault("RED-1", bugs=("TensorRT-LLM#6850", "sglang#28619"), smallest="two ranks")
 class NothingReduced(PlainTail):
     """The output of a rank is its own part, as a last layer's whose reduction was left to the next norm."""
 
@@ -47,7 +51,7 @@ class NothingReduced(PlainTail):
         return parts[self.group.rank]
 
 
-@consumer_fault("RED-1", bugs=("B57", "B58"), smallest="two ranks, each emits 1")
+@consumer_fault("RED-1", bugs=("sglang#20110", "sglang#37199"), smallest="two ranks, each emits 1")
 class ReducedTwice(PlainTail):
     """What was reduced is reduced again: N times too large."""
 
@@ -56,7 +60,9 @@ class ReducedTwice(PlainTail):
         return super().add_ranks(parts) * self.group.size
 
 
-@consumer_fault("RED-1", bugs=("B56",), smallest="four ranks as 2 x 2, each emits 1; with two ranks one of them")
+@consumer_fault(
+    "RED-1", bugs=("sglang#32963",), smallest="four ranks as 2 x 2, each emits 1; with two ranks one of them"
+)
 class OneAxisReduced(PlainTail):
     """Of an expert x tensor parallel grid only the ranks of the own row are summed."""
 
@@ -67,7 +73,7 @@ class OneAxisReduced(PlainTail):
         return super().add_ranks(parts[first : first + half])
 
 
-@consumer_fault("RED-1", bugs=("B63",), smallest="two ranks, two tokens")
+@consumer_fault("RED-1", bugs=("sglang#11632",), smallest="two ranks, two tokens")
 class TokensOfAPeerInAnotherOrder(PlainTail):
     """A peer's tokens are one further than the own ones, as another attention layout has them."""
 
@@ -142,7 +148,7 @@ class ResidualLeftOut(PlainTail):
         return total.to(residual.dtype)
 
 
-@consumer_fault("RED-4", bugs=("B61",), smallest="two ranks, one with only -1")
+@consumer_fault("RED-4", bugs=("vllm#54152",), smallest="two ranks, one with only -1")
 class SecondAllReduceOnOneRank(PlainTail):
     """A rank without routes falls back to a second reduction that no peer takes part in."""
 
@@ -171,62 +177,6 @@ class ZerosAreNotSent(PlainTail):
         return super().parts(local)
 
 
-@consumer_fault("RED-5", bugs=("B83",), smallest="T = 4, then 2")
-class StaleWhereTheBatchShrank(PlainTail):
-    """After a larger call, what it left in the buffer is summed again."""
-
-    def reduce(self, local: Tensor) -> Tensor:
-        """With the last call's rows where it had more."""
-        total = super().reduce(local)
-        stale = self.kept.get("stale")
-        self.kept["stale"] = total
-        return total + stale[: total.shape[0]] if stale is not None and stale.shape[0] > total.shape[0] else total
-
-
-@consumer_fault("RED-5", bugs=("B84", "B85"), smallest="the second call")
-class SecondCallReadsTheFirst(PlainTail):
-    """The wait ends at once from the second call on, so peers' parts are those of the call before."""
-
-    def parts(self, local: Tensor) -> list[Tensor]:
-        """The last call's parts, cut or filled to size."""
-        parts = super().parts(local)
-        before, self.kept["parts"] = self.kept.get("parts"), parts
-        if before is None or self.group.size == 1:
-            return parts
-        stale = [torch.zeros_like(local) for _ in parts]
-        for rank, old in enumerate(before):
-            rows = min(len(old), len(local))
-            stale[rank][:rows] = old[:rows]
-        stale[self.group.rank] = local
-        return stale
-
-
-@consumer_fault("RED-5", bugs=("B86", "B89"), smallest="a delayed rank")
-class LaunchedBeforeItsPeerIsDone(PlainTail):
-    """A flag is raised before the data is visible: in the third call the last token of a peer is not there yet."""
-
-    def parts(self, local: Tensor) -> list[Tensor]:
-        """Zeros for it."""
-        parts = super().parts(local)
-        if self.calls < 3 or self.group.size == 1:
-            return parts
-        late = parts[-1].clone()
-        late[-1:] = 0
-        return [*parts[:-1], late]
-
-
-@consumer_fault("RED-5", bugs=("B87",), smallest="the fourth call")
-class MapOfTheCallBefore(PlainTail):
-    """The routing kernel signals early, so from the fourth call on the last token's map is still that of the first."""
-
-    def terms(self, routed):  # type: ignore[no-untyped-def]  # as the base's
-        """A token whose map has not come has no slots."""
-        terms = super().terms(routed)
-        if self.calls >= 4 and terms.shape[0]:
-            terms[-1] = 0
-        return terms
-
-
 @consumer_fault("RED-6", smallest="two ranks, one never started")
 class MissingPeerIgnored(PlainTail):
     """The wait for a peer runs out, and the call goes on without it."""
@@ -239,7 +189,7 @@ class MissingPeerIgnored(PlainTail):
             return [local]
 
 
-@consumer_fault("RED-6", bugs=("B90",), smallest="two ranks, one never started")
+@consumer_fault("RED-6", bugs=("sglang#30209",), smallest="two ranks, one never started")
 class PollsWithoutALimit(PlainTail):
     """A peer that does not come is waited for without end."""
 

@@ -23,7 +23,7 @@ BUCKET = 64
 """Rows by which a bucketed workspace is larger than the routes need."""
 
 
-@producer_fault("ROWS-1", bugs=("B70",), smallest="T=1: the strides tell")
+@producer_fault("ROWS-1", bugs=("vllm#28841",), smallest="T=1: the strides tell")
 def rows_are_a_view_of_padded_columns(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """Rows are the first H columns of a wider buffer, handed on as a view."""
     hidden = output.gemm2_permuted.shape[1]
@@ -31,7 +31,7 @@ def rows_are_a_view_of_padded_columns(output: UnfinalizedMoEOutput, call: Call) 
     return replace(output, gemm2_permuted=wide[:, :hidden])
 
 
-@producer_fault("ROWS-1", bugs=("B73",))
+@producer_fault("ROWS-1", bugs=("Megatron-LM#4038",))
 def row_stride_padded_to_the_next_16(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """Rows are 16 elements further apart than they are wide, as an aligned allocation makes them."""
     rows = output.gemm2_permuted
@@ -48,7 +48,7 @@ def rows_start_off_alignment(output: UnfinalizedMoEOutput, call: Call) -> Unfina
     return replace(output, gemm2_permuted=flat[1:].view(rows.shape))
 
 
-@producer_fault("ROWS-1", bugs=("B04",))
+@producer_fault("ROWS-1", bugs=("flashinfer#3671",))
 def rows_by_token_and_slot(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """The row buffer is [T, K, H], as the documentation had it."""
     index = output.expanded_idx_to_permuted_idx.long().clamp(min=0)
@@ -61,7 +61,7 @@ def rows_left_in_float32(output: UnfinalizedMoEOutput, call: Call) -> Unfinalize
     return replace(output, gemm2_permuted=output.gemm2_permuted.float())
 
 
-@consumer_fault("ROWS-2", bugs=("B15", "B19"))
+@consumer_fault("ROWS-2", bugs=("transformers#48205", "Primus-Turbo#345"))
 class TailRowsTimesZero(PlainTail):
     """Rows that no token names are multiplied by zero and added: an unwritten NaN survives."""
 
@@ -76,7 +76,7 @@ class TailRowsTimesZero(PlainTail):
         return total + (routed.gemm2_permuted[~used].float() * 0.0).sum(0)
 
 
-@consumer_fault("ROWS-2", bugs=("B18",))
+@consumer_fault("ROWS-2", bugs=("flashinfer#5349",))
 class DenseCombine(PlainTail):
     """A [T, P] matrix of weights times all rows: an unreferenced NaN row times 0 is NaN."""
 
@@ -90,7 +90,7 @@ class DenseCombine(PlainTail):
         return matrix[:, :-1] @ routed.gemm2_permuted.float()
 
 
-@consumer_fault("ROWS-2", bugs=("B20",))
+@consumer_fault("ROWS-2", bugs=("rtp-llm#1325",))
 class EveryRowIsData(PlainTail):
     """The row loop runs to P, and rows past the valid ones are scattered to token 0."""
 
@@ -124,7 +124,7 @@ def last_slot_weighted(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedM
     return replace(output, gemm2_permuted=rows)
 
 
-@producer_fault("ROWS-4", bugs=("B68",))
+@producer_fault("ROWS-4", bugs=("vllm#40794",))
 def rows_keep_the_padded_width(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """Rows have the GEMM's padded width."""
     return replace(output, gemm2_permuted=torch.nn.functional.pad(output.gemm2_permuted, (0, 64)))
@@ -143,7 +143,7 @@ class _TakesWideRows(PlainTail):
         super().check(output, residual)
 
 
-@consumer_fault("ROWS-4", bugs=("B71",))
+@consumer_fault("ROWS-4", bugs=("flashinfer#2482",))
 class PaddedRowsReadAsCompact(_TakesWideRows):
     """Rows are addressed as row * H whatever their real width, so padding columns are read."""
 
@@ -172,7 +172,7 @@ class MeanOverThePaddedWidth(_TakesWideRows):
         return x.float().square().sum(-1, keepdim=True) / width
 
 
-@consumer_fault("ROWS-5", bugs=("B98",), smallest="P above the bucket")
+@consumer_fault("ROWS-5", bugs=("flashinfer#2695",), smallest="P above the bucket")
 class RowsBeyondTheBucketAreLost(PlainTail):
     """Rows past the routes' bucket, rounded up to 64, are not covered by the grid."""
 
@@ -184,7 +184,7 @@ class RowsBeyondTheBucketAreLost(PlainTail):
         return torch.where(reached.unsqueeze(-1), super().terms(routed), 0.0)
 
 
-@consumer_fault("ROWS-5", bugs=("B04",), smallest="P far above T * K")
+@consumer_fault("ROWS-5", bugs=("flashinfer#3671",), smallest="P far above T * K")
 class RefusesALargeP(PlainTail):
     """The size check compares P with T * K, so a call with much padding is refused although it is legal."""
 
@@ -209,7 +209,7 @@ class SumsInRowOrder(PlainTail):
         return self.add_terms(terms.gather(1, order.unsqueeze(-1).expand_as(terms)))
 
 
-@producer_fault("ROWS-5", bugs=("B100",), smallest="all tokens on the same experts")
+@producer_fault("ROWS-5", bugs=("flashinfer#4637",), smallest="all tokens on the same experts")
 def expert_capacity_overflows(output: UnfinalizedMoEOutput, call: Call) -> UnfinalizedMoEOutput:
     """An expert's rows beyond twice the average stay zero: only skewed routing has that many."""
     rows, index = output.gemm2_permuted.clone(), output.expanded_idx_to_permuted_idx

@@ -24,7 +24,9 @@ engine_fault = partial(wiring.engine_fault, into=FAULTS)
 Output = UnfinalizedMoEOutput
 
 
-@consumer_fault("SCALE-1", bugs=("B30", "B39", "B41"), smallest="T=1 K=1 weight 1, factor 2.5")
+@consumer_fault(
+    "SCALE-1", bugs=("sglang#8333", "vllm#32437", "vllm-plugin-FL#251"), smallest="T=1 K=1 weight 1, factor 2.5"
+)
 class ScaleForgotten(PlainTail):
     """The factor is not applied."""
 
@@ -33,7 +35,7 @@ class ScaleForgotten(PlainTail):
         return routed
 
 
-@consumer_fault("SCALE-1", bugs=("B32", "B33", "B34"), smallest="T=1 K=1 weight 1, factor 2.5")
+@consumer_fault("SCALE-1", bugs=("vllm#24119", "vllm#45037", "sglang#35152"), smallest="T=1 K=1 weight 1, factor 2.5")
 class ScaleTwice(PlainTail):
     """The factor is applied to the weights and to the sum."""
 
@@ -42,7 +44,7 @@ class ScaleTwice(PlainTail):
         return routed * factor * factor
 
 
-@consumer_fault("SCALE-1", bugs=("B35",), smallest="two ranks")
+@consumer_fault("SCALE-1", bugs=("kvcache-ai/sglang#86",), smallest="two ranks")
 class ScaleTwiceOnOneRank(PlainTail):
     """Rank 0 scales its experts in the kernel and once more after it."""
 
@@ -51,7 +53,7 @@ class ScaleTwiceOnOneRank(PlainTail):
         return routed * (factor * factor if self.group.rank == 0 else factor)
 
 
-@consumer_fault("SCALE-1", bugs=("B37",), smallest="a finalized tensor")
+@consumer_fault("SCALE-1", bugs=("sglang#12998",), smallest="a finalized tensor")
 class ScaleForgottenForFinalized(PlainTail):
     """The path of a finalized tensor does not know the factor."""
 
@@ -69,11 +71,11 @@ class _FoldedAndStated(MoEForward):
         return self.layer.routing.routed_scaling_factor
 
 
-engine_fault("SCALE-1", wiring.FORWARD, bugs=("B32", "B33"), producer=base_producer("reference-folded"),
+engine_fault("SCALE-1", wiring.FORWARD, bugs=("vllm#24119", "vllm#45037"), producer=base_producer("reference-folded"),
              smallest="deepseek-v3, factor 2.5")(_FoldedAndStated)  # fmt: skip
 
 
-@engine_fault("SCALE-1", wiring.FORWARD, bugs=("B39", "B41"), smallest="factor 2.5")
+@engine_fault("SCALE-1", wiring.FORWARD, bugs=("vllm#32437", "vllm-plugin-FL#251"), smallest="factor 2.5")
 class FactorLostByTheEngine(MoEForward):
     """The engine never hands the factor on, although nothing folded it."""
 
@@ -132,7 +134,7 @@ def one_method_folds(output: Output, call: Call) -> Output:
     return replace(output, expert_weights=output.expert_weights * factor)
 
 
-@producer_fault("SCALE-3", bugs=("B40",), smallest="precomputed ids, factor 2.5")
+@producer_fault("SCALE-3", bugs=("sglang#34456",), smallest="precomputed ids, factor 2.5")
 def precomputed_routing_folds(output: Output, call: Call) -> Output:
     """Weights of a router outside the kernel are multiplied by the factor."""
     routing = call.layer.routing

@@ -41,7 +41,7 @@ class SharedLeftOut(PlainTail):
         return scaled
 
 
-@consumer_fault("SHARED-1", bugs=("B53",), smallest="two ranks, routed 0, shared 1")
+@consumer_fault("SHARED-1", bugs=("sglang#31475",), smallest="two ranks, routed 0, shared 1")
 class SharedOnceARank(PlainTail):
     """The shared output is taken for replicated, and every rank adds all ranks' parts."""
 
@@ -59,7 +59,9 @@ class SharedOfRankZeroAlone(PlainTail):
         return scaled + _shared(output) if self.group.rank == 0 else scaled
 
 
-@engine_fault("SHARED-1", wiring.FORWARD, bugs=("B52", "B54"), smallest="two ranks, routed 0, shared 1")
+@engine_fault(
+    "SHARED-1", wiring.FORWARD, bugs=("vllm#49378", "tpu-inference#3151"), smallest="two ranks, routed 0, shared 1"
+)
 class SharedReducedByTheEngine(MoEForward):
     """The shared expert's output is reduced before it is handed over."""
 
@@ -71,7 +73,7 @@ class SharedReducedByTheEngine(MoEForward):
         return output
 
 
-@engine_fault("SHARED-1", wiring.FORWARD, bugs=("B53",), smallest="two ranks")
+@engine_fault("SHARED-1", wiring.FORWARD, bugs=("sglang#31475",), smallest="two ranks")
 class SharedPartOfRankZeroEverywhere(MoEForward):
     """Every rank hands over rank 0's shared output, as a replicated expert gives it."""
 

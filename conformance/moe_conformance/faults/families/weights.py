@@ -50,7 +50,7 @@ def weights_are_a_transposed_view(output: Output, call: Call) -> Output:
     return replace(output, expert_weights=output.expert_weights.T.contiguous().T)
 
 
-@producer_fault("WGT-2", bugs=("B03",))
+@producer_fault("WGT-2", bugs=("flashinfer#4614",))
 def weights_keep_the_callers_dtype(output: Output, call: Call) -> Output:
     """Weights are float32 where the activation dtype is declared."""
     return replace(output, expert_weights=output.expert_weights.float())
@@ -99,7 +99,9 @@ class Float32WeightsRounded(PlainTail):
         return routed.expert_weights.to(routed.gemm2_permuted.dtype).float()
 
 
-@producer_fault("WGT-3", bugs=("B01",), weights_dtypes=FLOAT32, base="reference-fp32-weights", smallest="T=1 K=1")
+@producer_fault(
+    "WGT-3", bugs=("flashinfer#3595",), weights_dtypes=FLOAT32, base="reference-fp32-weights", smallest="T=1 K=1"
+)
 def bfloat16_in_a_buffer_labelled_float32(output: Output, call: Call) -> Output:
     """The kernel writes 16-bit weights through a pointer to a float32 buffer, half of which stays zero."""
     buffer = torch.zeros(output.expert_weights.shape)
@@ -108,14 +110,14 @@ def bfloat16_in_a_buffer_labelled_float32(output: Output, call: Call) -> Output:
     return replace(output, expert_weights=buffer)
 
 
-@producer_fault("WGT-3", bugs=("B02",))
+@producer_fault("WGT-3", bugs=("flashinfer#3925",))
 def weights_of_the_other_16_bit_type(output: Output, call: Call) -> Output:
     """The bytes are float16 where the tag says bfloat16, or the reverse."""
     weights = output.expert_weights
     return replace(output, expert_weights=weights.to(_other_half(weights.dtype)).view(weights.dtype))
 
 
-@producer_fault("WGT-3", bugs=("B03",))
+@producer_fault("WGT-3", bugs=("flashinfer#4614",))
 def precomputed_weights_never_written(output: Output, call: Call) -> Output:
     """With a router outside the kernel the weights that are returned were never written."""
     if call.layer.routing.method is not RoutingMethod.PRECOMPUTED:
@@ -131,7 +133,7 @@ def weights_not_renormalised(output: Output, call: Call) -> Output:
     return replace(output, expert_weights=output.expert_weights * 0.875)
 
 
-@consumer_fault("WGT-4", bugs=("B43",), smallest="K=1, weight 0.5")
+@consumer_fault("WGT-4", bugs=("sglang#6274",), smallest="K=1, weight 0.5")
 class WeightNotApplied(PlainTail):
     """Rows are summed without their weights."""
 
@@ -140,7 +142,7 @@ class WeightNotApplied(PlainTail):
         return torch.ones_like(routed.expert_weights, dtype=torch.float32)
 
 
-@consumer_fault("WGT-4", bugs=("B42",), smallest="K=1, weight 0.5")
+@consumer_fault("WGT-4", bugs=("vllm#43694",), smallest="K=1, weight 0.5")
 class WeightAppliedTwice(PlainTail):
     """Rows are weighted on load and again in the sum."""
 
