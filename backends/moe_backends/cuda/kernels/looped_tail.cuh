@@ -96,7 +96,7 @@ __device__ __forceinline__ void run_looped(const Params& p) {
   TokenReduce<1> reduce{scratch, 0u};
   const int first = static_cast<int>(threadIdx.x), threads = blockDim.x;
   const uint32_t step = gridDim.x, first_token = blockIdx.x;  // the launcher starts no block without a token
-  Pipe pipe{p, staged + first, first, step, first_token};
+  Pipe pipe{p, shared_address(staged + first), first, step, first_token};
   Outputs<T, Looped, kQuant> out{p, reduce, first};
   Body tail{p, out, pipe};
 

@@ -5,19 +5,19 @@
 
 namespace moe_tail {
 
-// Adds kCount weighted vectors of shared memory, `stride` vectors apart from `row` on. All are requested before the first is used.
+// Adds kCount weighted vectors of shared memory, `stride` bytes apart from `row` on. All are requested before the first is used.
 template <typename T, bool kWide, int kCount>
-__device__ __forceinline__ void add_rows(const uint4* row, int stride, float weight, int lane, float (&acc)[8]) {
+__device__ __forceinline__ void add_rows(uint32_t row, uint32_t stride, float weight, int lane, float (&acc)[8]) {
   uint4 read[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) read[i] = row[i * stride];
+  for (int i = 0; i < kCount; ++i) read[i] = load_staged(row + i * stride);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) add_weighted<T, kWide>(read[i], __shfl_sync(~0u, weight, lane + i), acc);
 }
 
 // The same for a count below 2 * kMost that only the run knows.
 template <typename T, bool kWide, int kMost>
-__device__ __forceinline__ void add_some(const uint4* row, int stride, int count, float weight, int lane,
+__device__ __forceinline__ void add_some(uint32_t row, uint32_t stride, int count, float weight, int lane,
                                          float (&acc)[8]) {
   if (count & kMost) {
     add_rows<T, kWide, kMost>(row, stride, weight, lane, acc);
@@ -37,7 +37,7 @@ struct RowPipe {
   static constexpr int kVectors = kStages * kSlots;               // of shared memory, a thread
 
   const Params& p;
-  uint4* column;  // this thread's, in [kVectors][threads] of shared memory
+  uint32_t column;  // in shared memory: this thread's, in [kVectors][threads]
   int first_vec;
   uint32_t step;  // between this block's tokens
   // The step that is asked for next: vector v of `token`, rows from slot k on.
@@ -45,8 +45,9 @@ struct RowPipe {
   int v = 0, k = 0;
   int stage = 0;  // holds the step that is used next
 
-  __device__ __forceinline__ uint4* at(int in_stage, int slot) const {
-    return column + (in_stage * kSlots + slot) * static_cast<int>(blockDim.x);
+  __device__ __forceinline__ uint32_t stride() const { return blockDim.x * static_cast<uint32_t>(sizeof(uint4)); }
+  __device__ __forceinline__ uint32_t at(int in_stage, int slot) const {
+    return column + (in_stage * kSlots + slot) * stride();
   }
 
   // `rows` are those of `token`, as Routes has them.
@@ -88,15 +89,15 @@ struct RowPipe {
       ask(token == current ? routes.row : next.row, stage ^ 1);
       wait_for_all_copies_but<kStages - 1>();
       if (first == 0 && active) {
-        if (p.shared != nullptr) shared = *at(stage, kRows);
-        if constexpr (kResidual) residual = *at(stage, kRows + 1);
+        if (p.shared != nullptr) shared = load_staged(at(stage, kRows));
+        if constexpr (kResidual) residual = load_staged(at(stage, kRows + 1));
       }
       // Past the row's end: part of what is never stored.
       const int some = min(kRows, count - first);
       if (p.weights_fp32) {
-        add_some<T, true, kRows>(at(stage, 0), blockDim.x, some, routes.weight, first, acc);
+        add_some<T, true, kRows>(at(stage, 0), stride(), some, routes.weight, first, acc);
       } else {
-        add_some<T, false, kRows>(at(stage, 0), blockDim.x, some, routes.weight, first, acc);
+        add_some<T, false, kRows>(at(stage, 0), stride(), some, routes.weight, first, acc);
       }
       stage ^= 1;
       first += kRows;
