@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from moe_conformance.time_limits import CASE_TIMEOUT_S
+
 if TYPE_CHECKING:
     from moe_conformance.marks import ConformanceTest
     from moe_conformance.plan import Parameter, PlanRequest
@@ -36,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--moe-device", default="cpu", choices=("cpu", "cuda"), help="where the backends run")
     group.addoption("--moe-clause", action="append", default=[], metavar="ID", help="only tests of this clause")
     group.addoption("--moe-seed", type=int, default=0, metavar="N", help="seed of all inputs")
-    group.addoption("--moe-timeout", type=float, default=60.0, metavar="S", help="seconds one case may take")
+    group.addoption("--moe-timeout", type=float, default=CASE_TIMEOUT_S, metavar="S", help="seconds one case may take")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.cases.case import LayerCase
 from moe_conformance.cases.latest import Latest
+from moe_conformance.cases.streams import Purpose, stream
 from moe_conformance.truth import routing_oracle
 from moe_contract import ExpertWeights, MoELayer, PrecomputedRouting, Routing, RoutingMethod
 from moe_contract.dtypes import torch_dtype
@@ -48,7 +49,7 @@ A prime, so that no expert's rows or columns are another's."""
 
 def make_layer_inputs(case: LayerCase) -> LayerInputs:
     """The inputs of a case. Weights are shared with other cases, and must not be written."""
-    generator = _layer_generator(case)
+    generator = stream(case.seed, Purpose.LAYER_INPUTS)
     dtype = torch_dtype(case.dtype)
     routing = _routing(case, generator)
     experts, shared = _weights(weights_key(case))
@@ -65,7 +66,7 @@ def make_parts(case: LayerCase) -> list[MoELayer]:
 
     Their weights are shared with other cases, and must not be written.
     """
-    routing = _routing(case, _layer_generator(case))
+    routing = _routing(case, stream(case.seed, Purpose.LAYER_INPUTS))
     return [replace(part, routing=routing) for part in _parts(weights_key(case), case.ranks, case.ep)]
 
 
@@ -95,7 +96,7 @@ def _weights(key: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
 
 
 def _make_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]:
-    generator = torch.Generator().manual_seed(case.seed * 1_000_003 + 31)
+    generator = stream(case.seed, Purpose.LAYER_WEIGHTS)
     experts = _experts(case, case.num_experts, case.intermediate_size, case.biases, generator)
     if not case.shared_intermediate_size:
         return experts, None
@@ -104,10 +105,6 @@ def _make_weights(case: LayerCase) -> tuple[ExpertWeights, ExpertWeights | None]
 
 _LATEST_WEIGHTS: Latest[LayerCase, tuple[ExpertWeights, ExpertWeights | None]] = Latest()
 _LATEST_PARTS: Latest[tuple[LayerCase, int, int], list[MoELayer]] = Latest()
-
-
-def _layer_generator(case: LayerCase) -> torch.Generator:
-    return torch.Generator().manual_seed(case.seed * 1_000_003 + 29)
 
 
 # The fields that weights do not depend on, at rest; a field that is not here is taken to change them.

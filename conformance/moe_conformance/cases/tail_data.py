@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_conformance.cases import strata
 from moe_conformance.cases.case import TailCase
+from moe_conformance.cases.streams import Purpose, stream
 from moe_contract import MoEOutput, QuantRecipe, TailCapacity, UnfinalizedMoEOutput
 from moe_contract.dtypes import torch_dtype
 from moe_contract.outputs import is_unfinalized, require_unfinalized
@@ -53,7 +54,7 @@ class TailInputs:
 def make_tail_inputs(case: TailCase) -> TailInputs:
     """The inputs of a case; the same case gives the same bits on every machine."""
     dtype = torch_dtype(case.dtype)
-    common = _generator(case.seed, case.ranks)
+    common = stream(case.seed, Purpose.TAIL, case.ranks)
     shape = (case.tokens, case.hidden_size)
     outputs = tuple(_rank_output(case, rank) for rank in range(case.ranks))
     residual = strata.residual(case, shape, common).to(dtype)
@@ -67,13 +68,8 @@ def make_tail_inputs(case: TailCase) -> TailInputs:
     )
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
-    # Streams are told apart by a large odd step, so that rank r of seed s is not rank 0 of seed s + r.
-    return torch.Generator().manual_seed(seed * 1_000_003 + stream * 7_919 + 17)
-
-
 def _rank_output(case: TailCase, rank: int) -> MoEOutput:
-    generator = _generator(case.seed, rank)
+    generator = stream(case.seed, Purpose.TAIL, rank)
     dtype = torch_dtype(case.dtype)
     weights_dtype = torch.float32 if case.weights_dtype == "float32" else dtype
     terms = strata.local_terms(case, rank, generator)

@@ -12,6 +12,7 @@ import typer
 
 from moe_conformance.cli.errors import CommandError, one_line
 from moe_conformance.exit_status import ExitStatus
+from moe_conformance.time_limits import CASE_TIMEOUT_S
 
 PROGRAM = "moe-conformance"
 DEBUG = "MOE_CONFORMANCE_DEBUG"
@@ -65,7 +66,9 @@ def run(
     report: Annotated[
         str | None, typer.Option("--report", metavar="DIR", help="write report.json and junit.xml there")
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="seconds that one case may take")
+    ] = CASE_TIMEOUT_S,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="failures and the last line only")] = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="shorten nothing; show what workers wrote to stderr")

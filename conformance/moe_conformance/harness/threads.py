@@ -15,13 +15,10 @@ from torch import Tensor
 
 from moe_conformance.harness.rendezvous import CollectiveMismatchError, PeerFailedError, Rendezvous
 from moe_conformance.harness.turns import FreeForAll, Turns
+from moe_conformance.time_limits import CASE_TIMEOUT_S
 from moe_contract import PeerTimeoutError
 
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT_S = 60.0
-"""Longest time a case may take before its backend is said to hang. The slowest correct
-case, the first compilation by torch.compile, took 26 s on a loaded machine; all others take about a second."""
 
 
 class HungRanksError(RuntimeError):
@@ -144,7 +141,7 @@ def run_ranks(
     size: int,
     *,
     device: torch.device | str = "cpu",
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = CASE_TIMEOUT_S,
     peer_timeout_s: float | None = None,
     absent: frozenset[int] = frozenset(),
 ) -> list[T]:

@@ -22,6 +22,7 @@ from moe_conformance.runner.collector import Collector
 from moe_conformance.runner.given_up import Strikes
 from moe_conformance.runner.process import quiet_stderr, stops_on_sigterm, suite_environment
 from moe_conformance.runner.sharding import Shard
+from moe_conformance.time_limits import CASE_TIMEOUT_S
 
 FEW_CASES = 40
 """Below this one worker is quicker: every worker imports torch first, which takes as long as about 40 small cases."""
@@ -32,7 +33,6 @@ MOST_CRASHES = 100_000
 """xdist's own limit, out of the way: a backend that goes on crashing is given up, see given_up.py."""
 GPU_WORKERS = 4
 """Most workers by default on a GPU: each has its own CUDA context of about half a gigabyte."""
-DEFAULT_TIMEOUT_S = 60.0
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     workers: int | None = None,
     shard: Shard | None = None,
     progress: Progress | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = CASE_TIMEOUT_S,
     backends: Sequence[BackendRecord] = (),
     command: str = "",
     verbose: bool = False,
@@ -176,7 +176,7 @@ def _selection(request: PlanRequest, shard: Shard | None, timeout_s: float) -> S
         clauses=request.clauses,
         device=request.device,
         seed=request.seed,
-        timeout_s=None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s,
+        timeout_s=None if timeout_s == CASE_TIMEOUT_S else timeout_s,
         shard=None if shard is None else str(shard),
         reductions=profile.reductions,
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_conformance.harness.rendezvous import CollectiveMismatchError, PeerFailedError
-from moe_conformance.harness.threads import DEFAULT_TIMEOUT_S, HungRanksError, ThreadRankGroup, run_ranks
+from moe_conformance.harness.threads import HungRanksError, ThreadRankGroup, run_ranks
+from moe_conformance.time_limits import CASE_TIMEOUT_S
 from moe_conformance.verdicts import BackendError, ClauseBrokenError, OverClaimedError, UnsupportedCaseError
 from moe_contract import ContractViolation, PeerTimeoutError, UnsupportedError, Violation
 from moe_contract.places import place_of_error
@@ -23,7 +24,7 @@ class Settings:
     """How cases run: on which device, and how long one may take before its backend is said to hang."""
 
     device: str = "cpu"
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = CASE_TIMEOUT_S
 
 
 @contextmanager
