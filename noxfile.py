@@ -139,10 +139,9 @@ def false_alarms(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Weaken or negate the suite's own checks one by one, report who notices; takes hours: `-- --every 20`."""
     install(session, "-e", ".[test]")
-    tests = [str(ROOT / folder / "tests") for folder in ("contract",)]
-    tests.append(str(ROOT / "conformance" / "tests" / "test_judging.py"))
-    tests.append(str(ROOT / "conformance" / "tests" / "test_bounds.py"))
-    session.run("python", "-m", "moe_conformance.faults.mutation", *session.posargs, "--tests", *tests)
+    tests = ("contract/tests", "conformance/tests/test_judging.py", "conformance/tests/test_bounds.py")
+    paths = [str(ROOT / each) for each in tests]
+    session.run("python", "-m", "moe_conformance.faults.mutation", *session.posargs, "--tests", *paths)
 
 
 def run_command(session: nox.Session, *arguments: str) -> None:

@@ -94,11 +94,6 @@ def mislabelled(call: Call) -> bool:
     return (FP4_MISLABELLED if call.entry.fp4 else BF16_MISLABELLED).holds(call.version)
 
 
-def finalized_form(call: Call) -> type:
-    """``list`` where a finalized result comes as a list of one; ``Tensor`` where it is bare."""
-    return list if call.entry.fp4 else Tensor
-
-
 def finalized(result: object, call: Call) -> Tensor:
     """The tensor of a call with ``do_finalize=True``, whether bare or in a list or tuple of one.
 
