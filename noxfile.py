@@ -90,7 +90,7 @@ def abi(session: nox.Session) -> None:
     if "--write" in arguments:
         arguments += ["--table", str(ROOT / "docs" / "flashinfer-abi.md")]
     paths = sorted(map(str, wheels.glob("flashinfer_python-*.whl")))
-    session.run("python", "-m", "moe_backends.trtllm.abi", *arguments, *paths)
+    session.run("python", "-m", "moe_backends.trtllm.signature_record", *arguments, *paths)
 
 
 @nox.session(default=False)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_backends.trtllm.returns import Call, Entry, ReturnFormError, RoutingInput, finalized, mislabelled, unfinalized
+from moe_backends.trtllm.returns import (
+    Entry,
+    EntryCall,
+    ReturnFormError,
+    RoutingInput,
+    finalized,
+    mislabelled,
+    unfinalized,
+)
 from moe_backends.trtllm.signatures import recorded
 from moe_backends.trtllm.versions import NEWEST, OLDEST, Version, known
 
@@ -19,9 +27,9 @@ FIRST_RIGHT = {False: Version(0, 6, 16), True: Version(0, 6, 15)}
 """First version, by whether the entry is NVFP4, whose float32 logits give weights with the right label."""
 
 
-def _call(version: Version = CURRENT, entry: Entry = Entry.BF16, **changes: Any) -> Call:
+def _call(version: Version = CURRENT, entry: Entry = Entry.BF16, **changes: Any) -> EntryCall:
     fields = {"routing": RoutingInput.LOGITS, "num_tokens": T, "top_k": K, "logits_dtype": torch.float32}
-    return Call(version, entry, **{**fields, **changes})
+    return EntryCall(version, entry, **{**fields, **changes})
 
 
 def _rows() -> Tensor:
