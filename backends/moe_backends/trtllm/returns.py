@@ -64,9 +64,9 @@ class Window:
         return self.first <= version <= self.last
 
 
-BF16_MISLABELLED = Window(Version(0, 6, 8, pre=0), Version(0, 6, 15, post=10_000))
+BF16_MISLABELLED = Window(Version(0, 6, 8, pre=0), Version(0, 6, 15).with_posts)
 """The launcher allocated with the logits' dtype: right in 0.6.7, wrong to 0.6.15, right from 0.6.16 (read in each)."""
-FP4_MISLABELLED = Window(Version(0, 2, 14), Version(0, 6, 14, post=10_000))
+FP4_MISLABELLED = Window(Version(0, 2, 14), Version(0, 6, 14).with_posts)
 """flashinfer#3595: allocated with the logits' dtype; fixed by #3644, in 0.6.15."""
 
 
