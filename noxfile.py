@@ -22,6 +22,7 @@ nox.options.reuse_venv = "yes"  # a second run is seconds; the install step stil
 nox.options.default_venv_backend = "virtualenv"  # uv ignores pip's settings, so it has to be asked for (-db uv)
 
 ROOT = Path(__file__).parent.resolve()
+DIST = ROOT / "dist"
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PACKAGES = {"contract": "moe_contract", "backends": "moe_backends", "conformance": "moe_conformance"}
 """Import packages by the folder that holds each."""
@@ -90,7 +91,7 @@ def abi(session: nox.Session) -> None:
     if "--write" in arguments:
         arguments += ["--table", str(ROOT / "docs" / "flashinfer-abi.md")]
     paths = sorted(map(str, wheels.glob("flashinfer_python-*.whl")))
-    session.run("python", "-m", "moe_backends.trtllm.abi", *arguments, *paths)
+    session.run("python", "-m", "moe_backends.trtllm.signature_record", *arguments, *paths)
 
 
 @nox.session(default=False)
@@ -139,10 +140,9 @@ def false_alarms(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Weaken or negate the suite's own checks one by one, report who notices; takes hours: `-- --every 20`."""
     install(session, "-e", ".[test]")
-    tests = [str(ROOT / folder / "tests") for folder in ("contract",)]
-    tests.append(str(ROOT / "conformance" / "tests" / "test_judging.py"))
-    tests.append(str(ROOT / "conformance" / "tests" / "test_bounds.py"))
-    session.run("python", "-m", "moe_conformance.faults.mutation", *session.posargs, "--tests", *tests)
+    tests = ("contract/tests", "conformance/tests/test_judging.py", "conformance/tests/test_bounds.py")
+    paths = [str(ROOT / each) for each in tests]
+    session.run("python", "-m", "moe_conformance.faults.mutation", *session.posargs, "--tests", *paths)
 
 
 def run_command(session: nox.Session, *arguments: str) -> None:
@@ -201,16 +201,17 @@ def provide_cpu_torch(session: nox.Session) -> None:
     they do not, uv is used for torch alone, since it knows where the CPU builds are.
     """
     dry_run = ("--dry-run", "--quiet", "--no-deps", "--report", "-")
-    report = session.run(
+    # Part of the installation: run with `nox --install-only`, and not where `nox -R` installs nothing.
+    report = session.run_install(
         "python", "-m", "pip", "install", *dry_run, *CONSTRAINTS, "torch", silent=True, stderr=subprocess.DEVNULL
     )
-    if not brings_cuda(json.loads(str(report))):
+    if report is None or not brings_cuda(json.loads(str(report))):
         return
     session.log("pip would take a CUDA build of torch, and this machine has no GPU: taking the CPU build through uv")
     session.install("uv")
     python = str(Path(session.bin) / "python")
     try:
-        session.run(
+        session.run_install(
             "uv", "pip", "install", "--python", python, "--no-deps", "--torch-backend", "cpu", *CONSTRAINTS, "torch"
         )
     except CommandFailed:
@@ -230,11 +231,13 @@ def brings_cuda(report: Mapping[str, Any]) -> bool:
 def build_wheel(session: nox.Session) -> Path:
     """Builds the sdist, from it the wheel, and fails when the wheel's files are not those of the sources."""
     session.install("build")
-    dist = ROOT / "dist"
-    for old in dist.glob("moe_conformance-*"):
+    for old in DIST.glob("moe_conformance-*"):
         old.unlink()
-    session.run("python", "-m", "build", "--outdir", str(dist), str(ROOT))
-    (wheel,) = dist.glob("moe_conformance-*.whl")
+    command = ("python", "-m", "build", "--outdir", str(DIST), str(ROOT))
+    session.run(*command)
+    if not list(DIST.glob("moe_conformance-*.whl")):  # `nox --install-only` runs nothing but installations
+        session.run_install(*command)
+    (wheel,) = DIST.glob("moe_conformance-*.whl")
     if differences := wheel_differences(wheel):
         session.error(f"{wheel.name} does not hold what the sources hold: " + "; ".join(differences))
     return wheel

@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_backends.common.nvfp4 import nvfp4_linear, swizzle_scales
 from moe_backends.trtllm import bf16_producer, nvfp4_producer
 from moe_backends.trtllm.weights import bf16, nvfp4
-from moe_backends.trtllm.weights.rows import first_gemm_order, second_gemm_order
+from moe_backends.trtllm.weights.rows import EPILOGUE_TILE, first_gemm_order, second_gemm_order
 from moe_contract import (
     Activation,
     ExpertWeights,
@@ -40,8 +40,6 @@ from moe_contract import (
 )
 from moe_contract.quant import NVFP4_HIDDEN_SCALE
 
-EPILOGUE_TILE = 128
-"""epilogue_tile_m of the bfloat16 and NVFP4 kernels in FlashInfer's preparation functions."""
 E, INNER, H, T = 2, 256, 512, 64
 Result = tuple[str, str]
 

@@ -13,7 +13,7 @@ from moe_backends.reference.local_sum import local_sum
 from moe_backends.reference.rmsnorm import rms_norm
 from moe_contract import MoEOutput, QuantRecipe, RoundingProfile, TailCapacity, TailOutput, UnfinalizedMoEOutput
 
-from .helpers import run_ranks, thread_groups
+from .thread_group import run_ranks, thread_groups
 
 GPU = torch.device("cuda")
 

@@ -14,7 +14,7 @@ from moe_backends.cuda.build import SOURCES, WORLD_SIZES
 from moe_backends.cuda.quant import Quant, empty_quantised, quant_code
 from moe_contract import PeerTimeoutError, QuantFormat, QuantRecipe, TailCapacity, UnsupportedError
 
-from .helpers import ThreadGroup, run_ranks, thread_groups
+from .thread_group import ThreadGroup, run_ranks, thread_groups
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,7 @@ from moe_backends.reference.quantize import quantize
 from moe_contract import QuantFormat, QuantRecipe, RoundingProfile, TailCapacity, TailOutput
 
 from .cuda_ranks import GPU, Call, Ranks, capture, random_call, same_bits
-from .helpers import ThreadGroup, thread_groups
+from .thread_group import ThreadGroup, thread_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -22,7 +22,7 @@ from moe_backends.flashinfer_tail.kernel import Call
 from moe_backends.flashinfer_tail.plan import Shape
 from moe_contract import ContractViolation, MoEOutput, TailCapacity, UnfinalizedMoEOutput, UnsupportedError
 
-from .helpers import ThreadGroup, run_ranks, thread_groups
+from .thread_group import ThreadGroup, run_ranks, thread_groups
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 

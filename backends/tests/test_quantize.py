@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_backends.common.nvfp4 import to_e2m1_codes
-from moe_backends.reference.quantize import dequantize, quantize, to_e4m3
+from moe_backends.common.nvfp4 import nvfp4_values, to_e2m1_codes, unswizzle_scales
+from moe_backends.reference.quantize import quantize, to_e4m3
 from moe_contract.quant import QuantFormat, QuantRecipe, ScaleLayout, swizzled_scale_offset, swizzled_scale_shape
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -68,6 +68,17 @@ def norms(draw: st.DrawFn, hidden_multiple: int = 1) -> Tensor:
 
 scales = st.floats(2.0**-20, 2.0**12, width=32)
 few = settings(max_examples=60, deadline=None)
+
+
+def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shape: tuple[int, int]) -> Tensor:
+    """The float32 values ``[T, H]`` that a quantised output stands for; ``shape`` is ``(T, H)``."""
+    if recipe.format is not QuantFormat.NVFP4:
+        return quant_out.float() * quant_scale
+    num_tokens, hidden_size = shape
+    scales = quant_scale
+    if recipe.scale_layout == "swizzled":
+        scales = unswizzle_scales(quant_scale, num_tokens, hidden_size)
+    return nvfp4_values(quant_out, scales) / recipe.global_scale
 
 
 @few

@@ -20,7 +20,7 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 
-from .helpers import ThreadGroup, lattice, lattice_output, run_ranks, thread_groups
+from .thread_group import ThreadGroup, lattice, lattice_output, run_ranks, thread_groups
 
 PROFILES = pytest.mark.parametrize("declaration", [PROFILE_A, PROFILE_B, PROFILE_C], ids=lambda d: d.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

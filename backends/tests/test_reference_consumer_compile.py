@@ -8,7 +8,7 @@ import torch
 from moe_backends.reference.consumer import PROFILE_A, PROFILE_B, PROFILE_C, ReferenceConsumer
 from moe_contract import ConsumerDeclaration, MoEOutput, QuantFormat, QuantRecipe, TailCapacity
 
-from .helpers import lattice_output, thread_groups
+from .thread_group import lattice_output, thread_groups
 
 TOKENS, TOP_K, HIDDEN = 5, 3, 32
 

@@ -22,7 +22,7 @@ from moe_contract import (
     UnsupportedError,
 )
 
-from .helpers import ThreadGroup, lattice_output, run_ranks, thread_groups
+from .thread_group import ThreadGroup, lattice_output, run_ranks, thread_groups
 
 BF16 = torch.bfloat16
 TOKENS, TOP_K, HIDDEN = 2, 3, 32  # the smallest T and K that tell a flat or slot-major map from a legal one

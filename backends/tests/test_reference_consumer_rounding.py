@@ -17,7 +17,7 @@ from moe_contract import (
     UnfinalizedMoEOutput,
 )
 
-from .helpers import ThreadGroup, run_ranks, thread_groups
+from .thread_group import ThreadGroup, run_ranks, thread_groups
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11}

@@ -205,7 +205,7 @@ def test_no_tokens_are_answered_before_the_call(make: Any) -> None:
     loaded = _load(make(Emulator(), emulated=True), _layer())
     assert loaded(*_batch(tokens=0)).shape == (0, H)
     with pytest.raises(RuntimeError, match="ends the process"):
-        loaded.producer.engine.call(
+        loaded.producer.entry_points.call(
             Entry.BF16, {**dict.fromkeys(keywords(Entry.BF16, Version(0, 6, 18))), "hidden_states": torch.zeros(0, H)}
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from moe_backends.trtllm.abi import differences, record, table
+from moe_backends.trtllm.signature_record import differences, record, table
 from moe_backends.trtllm.signatures import FILE, recorded
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_backends.trtllm.returns import Call, Entry, ReturnFormError, RoutingInput, finalized, mislabelled, unfinalized
+from moe_backends.trtllm.returns import (
+    Entry,
+    EntryCall,
+    ReturnFormError,
+    RoutingInput,
+    finalized,
+    mislabelled,
+    unfinalized,
+)
 from moe_backends.trtllm.signatures import recorded
 from moe_backends.trtllm.versions import NEWEST, OLDEST, Version, known
 
@@ -19,9 +27,9 @@ FIRST_RIGHT = {False: Version(0, 6, 16), True: Version(0, 6, 15)}
 """First version, by whether the entry is NVFP4, whose float32 logits give weights with the right label."""
 
 
-def _call(version: Version = CURRENT, entry: Entry = Entry.BF16, **changes: Any) -> Call:
+def _call(version: Version = CURRENT, entry: Entry = Entry.BF16, **changes: Any) -> EntryCall:
     fields = {"routing": RoutingInput.LOGITS, "num_tokens": T, "top_k": K, "logits_dtype": torch.float32}
-    return Call(version, entry, **{**fields, **changes})
+    return EntryCall(version, entry, **{**fields, **changes})
 
 
 def _rows() -> Tensor:
@@ -160,3 +168,11 @@ def test_versions_sort_as_releases_do() -> None:
     assert OLDEST < Version(0, 6, 18) < NEWEST
     with pytest.raises(ValueError, match="expected a FlashInfer version"):
         Version.parse("main")
+
+
+def test_a_range_ends_after_its_last_post_release() -> None:
+    """Post releases of the newest version are known, a candidate of the next is not."""
+    after = NEWEST._replace(micro=NEWEST.micro + 1, pre=0)
+    assert known(NEWEST._replace(post=99)) and not known(after)
+    assert Version.parse("0.6.15.post1") < Version(0, 6, 15).with_posts < Version.parse("0.6.16rc0")
+    assert [str(Version.parse(text)) for text in ("0.6.15rc1", "0.6.15.post1")] == ["0.6.15rc1", "0.6.15.post1"]

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_backends.common.nvfp4 import swizzle_scales
 from moe_backends.trtllm.weights import bf16, nvfp4
-from moe_backends.trtllm.weights.blocks import from_blocks, padded, to_blocks
+from moe_backends.trtllm.weights.blocks import from_blocks, to_blocks
 from moe_backends.trtllm.weights.rows import first_gemm_order, inverse, pair_order, second_gemm_order, shuffle_order
 from moe_contract import ExpertWeights
 from moe_contract.quant import NVFP4_HIDDEN_SCALE, NVFP4_INTERMEDIATE_SCALE, swizzled_scale_offset
@@ -33,6 +34,15 @@ def _weights(experts: int, intermediate: int, hidden: int, *, gated: bool = True
 
     gate = draw(experts, intermediate, hidden) if gated else None
     return ExpertWeights(draw(experts, intermediate, hidden), draw(experts, hidden, intermediate), gate)
+
+
+def _padded(weights: ExpertWeights, hidden_size: int, intermediate_size: int) -> tuple[Tensor, Tensor]:
+    """``[up; gate]`` or up ``[E, 1|2 * I', H']`` and down ``[E, H', I']`` with zeros up to the padded sizes."""
+    _, intermediate, hidden = weights.up.shape
+    wide, high = hidden_size - hidden, intermediate_size - intermediate
+    halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
+    first = torch.cat([pad(half, (0, wide, 0, high)) for half in halves], dim=1)
+    return first, pad(weights.down, (0, high, 0, wide))
 
 
 def test_rows_are_paired_then_dealt_to_lanes() -> None:
@@ -99,7 +109,7 @@ def test_nvfp4_preparation_can_be_undone(gated: bool, intermediate: int, hidden:
     )
     undo1 = prepared.output1_gate_scale * NVFP4_HIDDEN_SCALE
     undo2 = prepared.output2_scale * NVFP4_INTERMEDIATE_SCALE
-    canonical1, canonical2 = padded(weights, prepared.hidden_size, prepared.intermediate_size)
+    canonical1, canonical2 = _padded(weights, prepared.hidden_size, prepared.intermediate_size)
     for values, undo, expected in ((first, undo1, canonical1), (second, undo2, canonical2)):
         found = values * undo[:, None, None]
         largest = (

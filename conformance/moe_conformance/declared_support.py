@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.cases.case import LayerCase, TailCase
+from typing import Any
+
+from moe_conformance.cases.case import LayerCase, Shape, TailCase
 from moe_contract import ConsumerDeclaration, ProducerDeclaration, QuantFormat
 from moe_contract.limits import Request, beyond
 from moe_contract.quant import NVFP4_BLOCK
@@ -10,15 +12,7 @@ from moe_contract.quant import NVFP4_BLOCK
 
 def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str) -> str | None:
     """Why this consumer does not claim this case; None when it does."""
-    asked = Request(
-        device=device,
-        dtype=case.dtype,
-        top_k=case.top_k,
-        hidden_size=case.hidden_size,
-        tokens=case.tokens,
-        weights_dtype=case.weights_dtype,
-        ranks=case.ranks,
-    )
+    asked = _request(case, device, weights_dtype=case.weights_dtype, ranks=case.ranks)
     forms = {
         f"norm weight in {case.norm_weight_dtype}": case.norm_weight_dtype in declared.norm_weight_dtypes,
         "weight_bias": case.weight_bias == 0.0 or declared.weight_bias,
@@ -34,12 +28,9 @@ def tail_unsupported(declared: ConsumerDeclaration, case: TailCase, device: str)
 
 def layer_unsupported(declared: ProducerDeclaration, case: LayerCase, device: str) -> str | None:
     """Why this producer does not claim this case; None when it does."""
-    asked = Request(
-        device=device,
-        dtype=case.dtype,
-        top_k=case.top_k,
-        hidden_size=case.hidden_size,
-        tokens=case.tokens,
+    asked = _request(
+        case,
+        device,
         method=case.method,
         num_experts=case.num_experts,
         activation=case.activation,
@@ -64,6 +55,18 @@ def layer_unshardable(case: LayerCase) -> str | None:
         if size % ranks:
             return f"this profile's layer cannot be split: {what} over {ranks} {kind}-parallel ranks"
     return None
+
+
+def _request(case: Shape, device: str, **fields: Any) -> Request:
+    """What every case asks, and ``fields``."""
+    return Request(
+        device=device,
+        dtype=case.dtype,
+        top_k=case.top_k,
+        hidden_size=case.hidden_size,
+        tokens=case.tokens,
+        **fields,
+    )
 
 
 def _first_missing(

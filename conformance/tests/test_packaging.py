@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -182,6 +183,63 @@ def test_uv_is_told_where_the_cpu_build_is(noxfile: ModuleType) -> None:
     assert noxfile.uv_settings({}, cpu=True) == {"UV_TORCH_BACKEND": "cpu"}
     assert noxfile.uv_settings({}, cpu=False) == {}
     assert noxfile.uv_settings({"UV_TORCH_BACKEND": "cu130", "PIP_FIND_LINKS": "wheels"}, cpu=True) == {}
+
+
+class InstallOnly:
+    """What nox hands a session with ``--install-only``: installations are run, any other command gives None."""
+
+    def __init__(self, folder: Path, dist: Path) -> None:
+        self.folder, self.dist = folder, dist
+        self.posargs: list[str] = []
+        self.env: dict[str, str] = {}
+        self.venv_backend, self.bin = "virtualenv", str(folder)
+        self.installed: list[str] = []
+
+    def run(self, *command: str, **options: Any) -> None: ...
+
+    def chdir(self, folder: str) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+    def create_tmp(self) -> str:
+        return str(self.folder)
+
+    def install(self, *what: str, **options: Any) -> None:
+        self.installed.append(what[-1])
+
+    def run_install(self, *command: str, **options: Any) -> str:
+        if "--report" in command:
+            return '{"install": [{"metadata": {"requires_dist": ["cuda-bindings"]}}]}'
+        if "--outdir" in command:
+            shutil.copytree(self.dist, command[command.index("--outdir") + 1], dirs_exist_ok=True)
+        self.installed.append(command[-1])
+        return ""
+
+
+@pytest.mark.parametrize(
+    "name", re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
+)
+def test_every_session_can_be_installed_only(
+    noxfile: ModuleType, dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`nox --install-only` prepares each session, torch's CPU build and the wheel included, and runs none."""
+    monkeypatch.setattr(noxfile, "DIST", tmp_path / "dist")
+    monkeypatch.setattr(noxfile, "wants_cpu_torch", lambda: True)
+    session = InstallOnly(tmp_path, dist)
+    nox.registry.get()[name](session)
+    assert session.installed
+    if name != "lint":
+        assert session.installed.index("torch") < len(session.installed) - 1
+    if name in {"build", "tests_wheel"}:
+        assert session.installed[-1].endswith(".whl")
+
+
+def test_reinstalling_nothing_leaves_torch_alone(noxfile: ModuleType, tmp_path: Path) -> None:
+    """With `nox -R` pip's report is not asked for, and torch not installed."""
+    session = InstallOnly(tmp_path, tmp_path)
+    session.run_install = session.run
+    noxfile.provide_cpu_torch(session)
+    assert not session.installed
 
 
 def test_ci_is_executable() -> None:

@@ -64,10 +64,13 @@ class TailCapacity:
     """The largest call that a tail is opened for; a larger one is refused before anything is launched (CAP-1)."""
 
     max_tokens: int
+    """Largest T."""
     hidden_size: int
+    """H of every call."""
     top_k: int
+    """K of every call; a finalized tensor has none."""
     dtype: torch.dtype
-    """The activation dtype."""
+    """The activation dtype, of every call."""
 
 
 @dataclass(frozen=True)

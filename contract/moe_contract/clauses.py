@@ -17,6 +17,11 @@ from moe_contract.declarations import RoundingProfile
 Family = Literal["ROWS", "WGT", "MAP", "OUT", "SCALE", "SHARED", "DEFER", "RED", "NORM", "QUANT", "NUM", "CAP", "GRAPH"]
 
 
+CUTOFF = 0.5
+"""The share of letters in common from which an id is suggested. Below difflib's own 0.6, so that a family written out
+finds its id: CAPABILITY-1 and CAP-1 share 0.59."""
+
+
 class UnknownClauseError(LookupError):
     """No clause of this id; the one-line message suggests the nearest."""
 
@@ -70,7 +75,7 @@ def get_clause(clause_id: str) -> Clause:
     clauses = registry()
     if clause_id in clauses:
         return clauses[clause_id]
-    near = difflib.get_close_matches(clause_id.upper(), clauses, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(clause_id.upper(), clauses, n=1, cutoff=CUTOFF)
     suggestion = f"did you mean {near[0]!r}?" if near else f"ids look like {next(iter(clauses))!r}"
     raise UnknownClauseError(f"unknown clause {clause_id!r}; {suggestion} (families: {', '.join(families())})")
 

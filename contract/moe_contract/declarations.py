@@ -78,8 +78,11 @@ class _Declaration(_Record):
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens in one call; None for no limit of its own."""
     max_top_k: int | None = Field(default=None, ge=1)
+    """Largest K, slots of a token; None for any."""
     max_hidden_size: int | None = Field(default=None, ge=1)
+    """Largest H; None for any."""
     hidden_size_multiple: int = Field(default=1, ge=1)
+    """H is a multiple of this; any other is refused (CAP-1)."""
     requires: str = ""
     """What it needs beyond torch, in one phrase, for the user who cannot run it."""
 
@@ -98,8 +101,11 @@ class RoutingLimit(_Record):
     """The largest layer that a producer routes with one method: kernels are compiled for a few sizes of each."""
 
     method: RoutingMethod
+    """Which method."""
     max_experts: int = Field(ge=1)
+    """Largest E of the whole layer with it."""
     max_top_k: int = Field(ge=1)
+    """Largest K with it."""
 
 
 class ProducerDeclaration(_Declaration):
@@ -108,6 +114,7 @@ class ProducerDeclaration(_Declaration):
     can_defer: bool = True
     """False: always finalizes, whatever the config says (DEFER-3)."""
     routing_methods: frozenset[RoutingMethod] = ALL_ROUTING_METHODS
+    """Methods that it routes by; any other is refused (CAP-1)."""
     folds_scale: frozenset[RoutingMethod] = frozenset()
     """Methods whose weights already contain the routed scaling factor (SCALE-1, SCALE-3)."""
     never_deferred: frozenset[RoutingMethod] = INPUT_WEIGHTED_METHODS
@@ -117,9 +124,13 @@ class ProducerDeclaration(_Declaration):
     routing_limits: tuple[RoutingLimit, ...] = ()
     """Methods with limits of their own, below ``max_experts`` and ``max_top_k``."""
     activations: frozenset[Activation] = frozenset(Activation)
+    """Functions that it computes between the GEMMs."""
     expert_biases: bool = True
+    """Whether the experts' projections may have biases."""
     max_experts: int | None = Field(default=None, ge=1)
+    """Largest E of the whole layer, not of a rank's part; None for any."""
     expert_parallel: bool = True
+    """Whether a rank may hold a part of the experts."""
     tile: int | None = Field(default=None, ge=1)
     """Rows of one expert are padded to a multiple of this; None when they are not padded."""
     borrowed: bool = False

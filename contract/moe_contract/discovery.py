@@ -12,7 +12,7 @@ from moe_contract.backend import Backend, Consumer, Producer
 from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.places import place_of_error
 from moe_contract.plugin_errors import PlugInError, nearest
-from moe_contract.signatures import Call, require_takes
+from moe_contract.signatures import Arguments, require_takes
 
 ENTRY_POINT_GROUP = "moe_conformance.backends"
 Side = Literal["producer", "consumer"]
@@ -40,7 +40,7 @@ def load_backend(name: str) -> Backend:
     try:
         found = point.load() if point is not None else _import_object(name)
         if isinstance(found, type):
-            require_takes(found, Call())
+            require_takes(found, Arguments())
             found = found()
         return _as_backend(name, found)
     except BackendNotFoundError:

@@ -12,7 +12,7 @@ from moe_contract.plugin_errors import PlugInError
 
 
 @dataclass(frozen=True)
-class Call:
+class Arguments:
     """The arguments of one call, by the names that the protocols give them."""
 
     positional: tuple[str, ...] = ()
@@ -22,19 +22,19 @@ class Call:
         return f"({', '.join([*self.positional, *(f'{name}=...' for name in self.keywords)])})"
 
 
-LOAD = Call(("layer", "config"))
-RUN = Call(("hidden_states", "router_logits"))
-PRODUCE = Call(LOAD.positional + RUN.positional)
+LOAD = Arguments(("layer", "config"))
+RUN = Arguments(("hidden_states", "router_logits"))
+PRODUCE = Arguments(LOAD.positional + RUN.positional)
 """What the function of ``@producer`` is given."""
-OPEN = Call(("group", "capacity"))
-TAIL = Call(("output", "residual", "norm_weight"), ("eps", "weight_bias", "quant"))
-FINISH = Call(("group", *TAIL.positional), ("eps", "weight_bias"))
+OPEN = Arguments(("group", "capacity"))
+TAIL = Arguments(("output", "residual", "norm_weight"), ("eps", "weight_bias", "quant"))
+FINISH = Arguments(("group", *TAIL.positional), ("eps", "weight_bias"))
 """What the function of ``@consumer`` is given without a quantised output."""
-FINISH_QUANTISED = Call(FINISH.positional, (*FINISH.keywords, "quant"))
-CLOSE = Call()
+FINISH_QUANTISED = Arguments(FINISH.positional, (*FINISH.keywords, "quant"))
+CLOSE = Arguments()
 
 
-def require_takes(function: Callable[..., Any], call: Call, what: str = "") -> None:
+def require_takes(function: Callable[..., Any], call: Arguments, what: str = "") -> None:
     """Raises PlugInError where ``function`` cannot be called so. ``what``: its name in the message."""
     if not callable(function):
         raise PlugInError("", f"{what or 'expected a function'}: got a {type(function).__name__}, expected a callable")

@@ -59,7 +59,9 @@ def test_only_compilation_is_optional() -> None:
     assert [clause.id for clause in registry().values() if clause.level == "SHOULD"] == ["GRAPH-2"]
 
 
-@pytest.mark.parametrize(("asked", "meant"), [("map-4", "MAP-4"), ("MAP4", "MAP-4"), ("SCALES-1", "SCALE-1")])
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("map-4", "MAP-4"), ("MAP4", "MAP-4"), ("SCALES-1", "SCALE-1"), ("CAPABILITY-1", "CAP-1")]
+)
 def test_unknown_clause_suggests_the_nearest(asked: str, meant: str) -> None:
     """A mistyped id is answered in one line with the id that was probably meant."""
     with pytest.raises(UnknownClauseError) as caught:

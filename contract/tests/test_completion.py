@@ -18,7 +18,7 @@ from moe_contract import (
     require_tensor,
 )
 
-from .helpers import H, K, LonelyGroup, T, assert_bitwise, exact_sum, lattice, layered, route_major_triple, triple
+from .lattice import H, K, LonelyGroup, T, assert_bitwise, exact_sum, lattice, layered, route_major_triple, triple
 
 NAN = float("nan")
 

@@ -24,7 +24,7 @@ from moe_contract import (
     producer,
 )
 
-from .helpers import H, K, LonelyGroup, T, lattice, small_layer, triple
+from .lattice import H, K, LonelyGroup, T, lattice, small_layer, triple
 
 CAPACITY = TailCapacity(T, H, K, torch.bfloat16)
 

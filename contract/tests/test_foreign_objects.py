@@ -20,7 +20,7 @@ from moe_contract import (
 )
 from moe_contract.checks import check
 
-from .helpers import H, K, T, assert_bitwise, exact_sum, expectation, lattice, triple
+from .lattice import H, K, T, assert_bitwise, exact_sum, expectation, lattice, triple
 
 
 @dataclass

@@ -23,7 +23,7 @@ from moe_contract import (
     shared_expert_output,
 )
 
-from .helpers import H, K, LonelyGroup, T, lattice, small_layer, triple
+from .lattice import H, K, LonelyGroup, T, lattice, small_layer, triple
 
 DEFERRING = MoEConfig(defer_moe_finalize=True, tp_size=2)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_contract import MoEOutput, UnfinalizedMoEOutput
 from moe_contract.checks import check_expert_parallel_group
 
-from .helpers import H, T, lattice, layered, only, triple
+from .lattice import H, T, lattice, layered, only, triple
 
 
 def split(*valid_slots: tuple[int, ...]) -> list[UnfinalizedMoEOutput]:

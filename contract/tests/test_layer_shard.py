@@ -7,7 +7,7 @@ import torch
 
 from moe_contract import Activation, ExpertWeights, MoELayer
 
-from .helpers import small_layer
+from .lattice import small_layer
 
 
 def parts(layer: MoELayer, tp: int, ep: int) -> list[list[MoELayer]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_contract import Expectation, MoEConfig, MoEOutput, ProducerDeclaration, RoutingMethod, UnfinalizedMoEOutput
 from moe_contract.checks import check
 
-from .helpers import NUM_ROWS, H, K, T, expectation, lattice, layered, only, route_major_triple, small_layer, triple
+from .lattice import NUM_ROWS, H, K, T, expectation, lattice, layered, only, route_major_triple, small_layer, triple
 
 
 def spoiled(field: str, change: Callable[[Tensor], object]) -> UnfinalizedMoEOutput:

@@ -12,7 +12,7 @@ import torch
 
 from moe_contract import MoEOutput, PendingOutputError, UnfinalizedMoEOutput, is_unfinalized
 
-from .helpers import H, T, lattice, layered, triple
+from .lattice import H, T, lattice, layered, triple
 
 USES: dict[str, Callable[[object], object]] = {
     "shape": lambda output: output.shape,

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_contract import ContractViolation, UnfinalizedMoEOutput
 from moe_contract.checks import check, require
 
-from .helpers import NUM_ROWS, H, K, T, expectation, lattice, only, route_major_triple, triple
+from .lattice import NUM_ROWS, H, K, T, expectation, lattice, only, route_major_triple, triple
 
 MAP = "expanded_idx_to_permuted_idx"
 

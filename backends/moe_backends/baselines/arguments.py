@@ -36,13 +36,18 @@ def refuse_beyond(declaration: ConsumerDeclaration, group: RankGroup, capacity: 
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's call as kernels take it; a finalized ``routed`` is K = 1 with weights of 1."""
+    """One rank's call as kernels take it, contiguous; a finalized ``routed`` is K = 1 with weights of 1."""
 
     rows: Tensor
+    """``[P, H]`` activation dtype."""
     weights: Tensor
+    """``[T, K]`` activation dtype or float32."""
     index: Tensor
+    """``[T, K]`` int32: the row of each route, -1 for none."""
     shared: Tensor | None
+    """``[T, H]`` activation dtype."""
     scale: float
+    """The routed scaling factor."""
 
 
 def checked_parts(

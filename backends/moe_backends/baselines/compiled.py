@@ -19,7 +19,11 @@ def _tail(
     rows: Tensor, weights: Tensor, index: Tensor, shared: Tensor | None, residual: Tensor, gamma: Tensor,
     scale: float, eps: float, weight_bias: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Profile C in plain torch; shapes as TritonTail."""
+    """Residual and norm ``[T, H]``, activation dtype, of profile C in plain torch.
+
+    ``rows [P, H]``, ``weights [T, K]``, ``index [T, K]`` int32 as Parts holds them; ``shared`` and ``residual``
+    ``[T, H]``, ``gamma [H]``.
+    """
     total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
     for slot in range(index.shape[1]):
         at = index[:, slot].long()

@@ -1,1 +1,1 @@
-"""What several backends are made of: routing, NVFP4 codes, checks of a layer and its inputs, a cache of weights."""
+"""What several backends are made of: routing, NVFP4 codes, checks of layers, a cache of weights, ranks on one GPU."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_backends.jit.sharing import ranks_on_my_gpu
+from moe_backends.common.virtual_ranks import ranks_on_my_gpu
 from moe_contract import RankGroup, TailCapacity, UnsupportedError
 
 from . import configs

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_backends.jit.sharing import ranks_on_my_gpu
+from moe_backends.common.virtual_ranks import ranks_on_my_gpu
 from moe_contract import RankGroup, TailCapacity, UnsupportedError
 
 from . import header, package, plan
@@ -46,14 +46,14 @@ def open_kernel(way: Way, dtype: torch.dtype, ranks: int, device: torch.device) 
     if way == "header":
         return header.open_kernel(dtype, ranks, device)
     if way == "package":
-        return package.open_kernel(dtype, ranks, device)
+        return package.open_kernel(ranks, device)
     try:
         return header.open_kernel(dtype, ranks, device)
     except UnsupportedError as first:
         if first.clause == "CAP-2":
             raise  # no GPU, or one that neither way has a kernel for
         try:
-            return package.open_kernel(dtype, ranks, device)
+            return package.open_kernel(ranks, device)
         except UnsupportedError as second:
             raise UnsupportedError(f"{first}; nor as a package: {second}", clause=second.clause) from second
 

@@ -67,7 +67,7 @@ class PackageKernel:
             )
 
 
-def open_kernel(dtype: torch.dtype, ranks: int, device: torch.device) -> PackageKernel:
+def open_kernel(ranks: int, device: torch.device) -> PackageKernel:
     """Imports the package and has its extension module ready, built or taken from MOE_FLASHINFER_COMM_SO.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_backends.common.nvfp4 import divide, nvfp4_linear, nvfp4_values, swizzle_scales, unswizzle_scales
+from moe_backends.common.nvfp4 import divide, nvfp4_linear, swizzle_scales
 from moe_contract.quant import FP8_MAX, FP8_TOKEN_MIN_SCALE, NVFP4_BLOCK, QuantFormat, QuantRecipe
 
 
@@ -20,17 +20,6 @@ def quantize(norm_out: Tensor, recipe: QuantRecipe) -> tuple[Tensor, Tensor]:
     if recipe.format is QuantFormat.FP8_PER_TOKEN:
         return _fp8_per_token(norm_out)
     return _nvfp4(norm_out, recipe)
-
-
-def dequantize(quant_out: Tensor, quant_scale: Tensor, recipe: QuantRecipe, shape: tuple[int, int]) -> Tensor:
-    """The float32 values ``[T, H]`` that a quantised output stands for; ``shape`` is ``(T, H)``."""
-    if recipe.format is not QuantFormat.NVFP4:
-        return quant_out.float() * quant_scale
-    num_tokens, hidden_size = shape
-    scales = quant_scale
-    if recipe.scale_layout == "swizzled":
-        scales = unswizzle_scales(quant_scale, num_tokens, hidden_size)
-    return nvfp4_values(quant_out, scales) / recipe.global_scale
 
 
 def to_e4m3(values: Tensor) -> Tensor:

@@ -8,29 +8,29 @@ from moe_contract import Backend
 from .calls import Bf16Format, Nvfp4Format
 from .declare import declare_bf16, declare_nvfp4
 from .emulator import Emulator
-from .engine import Engine, FlashInfer
+from .entry_points import EntryPoints, FlashInfer
 from .producer import LoadedTrtllm, TrtllmProducer
 from .returns import ReturnFormError
 from .versions import Version
 
 
-def bf16_producer(engine: Engine | None = None, *, emulated: bool = False) -> TrtllmProducer:
+def bf16_producer(entry_points: EntryPoints | None = None, *, emulated: bool = False) -> TrtllmProducer:
     """``trtllm_bf16_moe`` and its routed form, through the installed FlashInfer unless told otherwise."""
-    engine = engine or FlashInfer()
-    return TrtllmProducer(declare_bf16(engine.version, emulated=emulated), engine, Bf16Format())
+    entry_points = entry_points or FlashInfer()
+    return TrtllmProducer(declare_bf16(entry_points.version, emulated=emulated), entry_points, Bf16Format())
 
 
-def nvfp4_producer(engine: Engine | None = None, *, emulated: bool = False) -> TrtllmProducer:
+def nvfp4_producer(entry_points: EntryPoints | None = None, *, emulated: bool = False) -> TrtllmProducer:
     """``trtllm_fp4_block_scale_moe`` and its routed form, through the installed FlashInfer unless told otherwise."""
-    engine = engine or FlashInfer()
-    return TrtllmProducer(declare_nvfp4(engine.version, emulated=emulated), engine, Nvfp4Format())
+    entry_points = entry_points or FlashInfer()
+    return TrtllmProducer(declare_nvfp4(entry_points.version, emulated=emulated), entry_points, Nvfp4Format())
 
 
-def bf16_router_outside(engine: Engine | None = None, *, emulated: bool = False) -> TrtllmProducer:
+def bf16_router_outside(entry_points: EntryPoints | None = None, *, emulated: bool = False) -> TrtllmProducer:
     """The modular form with ids and float32 weights as two tensors."""
-    engine = engine or FlashInfer()
-    declaration = declare_bf16(engine.version, emulated=emulated, router_outside=True)
-    return TrtllmProducer(declaration, engine, Bf16Format(), precomputed="separate")
+    entry_points = entry_points or FlashInfer()
+    declaration = declare_bf16(entry_points.version, emulated=emulated, router_outside=True)
+    return TrtllmProducer(declaration, entry_points, Bf16Format(), precomputed="separate")
 
 
 bf16 = Backend(producer=bf16_producer())
@@ -41,7 +41,7 @@ nvfp4_emulated = Backend(producer=nvfp4_producer(Emulator(), emulated=True))
 
 __all__ = [
     "Emulator",
-    "Engine",
+    "EntryPoints",
     "FlashInfer",
     "LoadedTrtllm",
     "ReturnFormError",

@@ -15,7 +15,7 @@ from moe_contract.activations import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from moe_contract.quant import NVFP4_HIDDEN_SCALE
 
 from .bindings import ACTIVATIONS, BLOCK_MAJOR_K
-from .engine import Engine
+from .entry_points import EntryPoints
 from .returns import Entry
 from .weights import bf16, nvfp4
 
@@ -45,7 +45,7 @@ class Format(Protocol):
         """The weights' keywords, padded intermediate size included."""
         ...
 
-    def inputs(self, hidden_states: Tensor, engine: Engine) -> dict[str, object]:
+    def inputs(self, hidden_states: Tensor, entry_points: EntryPoints) -> dict[str, object]:
         """The hidden states' keywords, from ``[T, H']`` bfloat16."""
         ...
 
@@ -73,7 +73,7 @@ class Bf16Format:
             "weight_layout": BLOCK_MAJOR_K,
         }
 
-    def inputs(self, hidden_states: Tensor, engine: Engine) -> dict[str, object]:
+    def inputs(self, hidden_states: Tensor, entry_points: EntryPoints) -> dict[str, object]:
         """See Format."""
         return {"hidden_states": hidden_states}
 
@@ -108,9 +108,9 @@ class Nvfp4Format:
             "intermediate_size": prepared.intermediate_size,
         }
 
-    def inputs(self, hidden_states: Tensor, engine: Engine) -> dict[str, object]:
+    def inputs(self, hidden_states: Tensor, entry_points: EntryPoints) -> dict[str, object]:
         """Quantised with the contract's global scale."""
-        codes, scales = engine.quantize(hidden_states, NVFP4_HIDDEN_SCALE)
+        codes, scales = entry_points.quantize(hidden_states, NVFP4_HIDDEN_SCALE)
         return {"hidden_states": codes, "hidden_states_scale": scales}
 
     def activation(self, activation: Activation, experts: int, device: torch.device) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The TRTLLM producers: a layer prepared once, called through an engine, answered in the contract's forms."""
+"""The TRTLLM producers: a layer prepared once, called through the entry points, answered in the contract's forms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from moe_contract.limits import require_layer
 
 from .bindings import SEPARATE_SINCE, bound
 from .calls import TUNE_MAX_TOKENS, Format, layer_arguments, padded_inputs
-from .engine import Engine
-from .returns import Call, Entry, RoutingInput, finalized, unfinalized
+from .entry_points import EntryPoints
+from .returns import Entry, EntryCall, RoutingInput, finalized, unfinalized
 from .routing import logits_arguments, pack, precomputed_arguments, require_groups
 
 Precomputed = Literal["packed", "separate"]
@@ -38,8 +38,8 @@ class TrtllmProducer:
     """``trtllm_bf16_moe`` or ``trtllm_fp4_block_scale_moe`` under the contract.
 
     Args:
-        declaration: what it says of itself, for the engine's version.
-        engine: what is called.
+        declaration: what it says of itself, for the version of the entry points.
+        entry_points: what is called.
         weight_format: bfloat16 or NVFP4.
         precomputed: the form of ids and weights from outside; packed weights are rounded to bfloat16.
         tune_max_num_tokens: the autotuner's largest bucket.
@@ -48,14 +48,14 @@ class TrtllmProducer:
     def __init__(
         self,
         declaration: ProducerDeclaration,
-        engine: Engine,
+        entry_points: EntryPoints,
         weight_format: Format,
         *,
         precomputed: Precomputed = "packed",
         tune_max_num_tokens: int = TUNE_MAX_TOKENS,
     ) -> None:
         self.declaration = declaration
-        self.engine = engine
+        self.entry_points = entry_points
         self.weight_format = weight_format
         self.precomputed = precomputed
         self.tune_max_num_tokens = tune_max_num_tokens
@@ -63,11 +63,11 @@ class TrtllmProducer:
 
     def unavailable(self, device: str) -> str:
         """Why it cannot run on ``device`` of this machine; empty where it can."""
-        return self.engine.unavailable(torch.device(device))
+        return self.entry_points.unavailable(torch.device(device))
 
     def installation(self) -> Installation:
         """What of FlashInfer is installed, and which calls it would not take."""
-        return self.engine.installation()
+        return self.entry_points.installation()
 
     def load(self, layer: MoELayer, config: MoEConfig) -> LoadedProducer:
         """Prepares one rank's weights. ``config`` is read again at every call.
@@ -80,9 +80,9 @@ class TrtllmProducer:
         require_routing(layer.routing, layer.num_experts)
         require_layer(self.declaration, layer)
         require_groups(layer.routing, layer.num_experts)
-        if reason := self.engine.unavailable(layer.device):
+        if reason := self.entry_points.unavailable(layer.device):
             raise UnsupportedError(f"{self.declaration.name}: CAP-2: {reason}", clause="CAP-2")
-        weights = self.engine.on_demand(layer.experts, self.weight_format)
+        weights = self.entry_points.on_demand(layer.experts, self.weight_format)
         return LoadedTrtllm(self, layer, config, self._prepared.get(layer.experts) if weights is None else weights)
 
 
@@ -122,13 +122,13 @@ class LoadedTrtllm:
             **routing,
             **producer.weight_format.activation(layer.activation, layer.num_local_experts, layer.device),
             **producer.weight_format.inputs(
-                padded_inputs(hidden_states, producer.weight_format.hidden_multiple), producer.engine
+                padded_inputs(hidden_states, producer.weight_format.hidden_multiple), producer.entry_points
             ),
             "do_finalize": not defer,
             "tune_max_num_tokens": producer.tune_max_num_tokens,
             "routing_replay_out": self.routing_replay_out,
         }
-        result = producer.engine.call(call.entry, bound(call.entry, call.version, arguments))
+        result = producer.entry_points.call(call.entry, bound(call.entry, call.version, arguments))
         return unfinalized(result, call) if defer else _logical(finalized(result, call), layer.hidden_size)
 
     def _defers(self, num_tokens: int) -> bool:
@@ -137,7 +137,7 @@ class LoadedTrtllm:
 
     def _routed(
         self, hidden_states: Tensor, router_logits: Tensor | PrecomputedRouting
-    ) -> tuple[Tensor, dict[str, object], Call]:
+    ) -> tuple[Tensor, dict[str, object], EntryCall]:
         """Hidden states, the routing's keywords, and what is called."""
         layer, formats = self.layer, self.producer.weight_format
         if layer.routing.method.weights_input:
@@ -153,11 +153,11 @@ class LoadedTrtllm:
             self._call(formats.logits_entry, RoutingInput.LOGITS, len(hidden_states), logits_dtype=router_logits.dtype),
         )
 
-    def _precomputed(self, given: PrecomputedRouting, entry: Entry) -> tuple[dict[str, object], Call]:
+    def _precomputed(self, given: PrecomputedRouting, entry: Entry) -> tuple[dict[str, object], EntryCall]:
         arguments = precomputed_arguments() | ({"routing_bias": None} if entry.fp4 else {})
         if self.producer.precomputed == "packed":
             return arguments | {"topk_ids": pack(given)}, self._call(entry, RoutingInput.PACKED, len(given.ids))
-        version = self.producer.engine.version
+        version = self.producer.entry_points.version
         if version < SEPARATE_SINCE[entry]:
             raise UnsupportedError(f"CAP-1: flashinfer {version} {entry.value} takes packed ids and weights only")
         dtype = torch.float32 if "float32" in self.producer.declaration.weights_dtypes else torch.bfloat16
@@ -166,8 +166,10 @@ class LoadedTrtllm:
         arguments |= {"topk_ids": (given.ids.to(torch.int32).contiguous(), weights)}
         return arguments, self._call(entry, RoutingInput.SEPARATE, len(given.ids), given_weights_dtype=dtype)
 
-    def _call(self, entry: Entry, routing: RoutingInput, num_tokens: int, **dtypes: torch.dtype) -> Call:
-        return Call(self.producer.engine.version, entry, routing, num_tokens, self.layer.routing.top_k, **dtypes)
+    def _call(self, entry: Entry, routing: RoutingInput, num_tokens: int, **dtypes: torch.dtype) -> EntryCall:
+        return EntryCall(
+            self.producer.entry_points.version, entry, routing, num_tokens, self.layer.routing.top_k, **dtypes
+        )
 
 
 def _input_weighted(

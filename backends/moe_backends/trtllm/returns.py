@@ -64,14 +64,14 @@ class Window:
         return self.first <= version <= self.last
 
 
-BF16_MISLABELLED = Window(Version(0, 6, 8, pre=0), Version(0, 6, 15, post=10_000))
+BF16_MISLABELLED = Window(Version(0, 6, 8, pre=0), Version(0, 6, 15).with_posts)
 """The launcher allocated with the logits' dtype: right in 0.6.7, wrong to 0.6.15, right from 0.6.16 (read in each)."""
-FP4_MISLABELLED = Window(Version(0, 2, 14), Version(0, 6, 14, post=10_000))
+FP4_MISLABELLED = Window(Version(0, 2, 14), Version(0, 6, 14).with_posts)
 """flashinfer#3595: allocated with the logits' dtype; fixed by #3644, in 0.6.15."""
 
 
 @dataclass(frozen=True)
-class Call:
+class EntryCall:
     """What was called and with what, as far as it decides what comes back. T tokens, K ``top_k``."""
 
     version: Version
@@ -87,19 +87,14 @@ class Call:
         return f"flashinfer {self.version} {self.entry.value} ({self.routing.value})"
 
 
-def mislabelled(call: Call) -> bool:
+def mislabelled(call: EntryCall) -> bool:
     """Whether the weights come back as bfloat16 bytes in a tensor that says float32."""
     if call.routing is not RoutingInput.LOGITS or call.logits_dtype is not torch.float32:
         return False
     return (FP4_MISLABELLED if call.entry.fp4 else BF16_MISLABELLED).holds(call.version)
 
 
-def finalized_form(call: Call) -> type:
-    """``list`` where a finalized result comes as a list of one; ``Tensor`` where it is bare."""
-    return list if call.entry.fp4 else Tensor
-
-
-def finalized(result: object, call: Call) -> Tensor:
+def finalized(result: object, call: EntryCall) -> Tensor:
     """The tensor of a call with ``do_finalize=True``, whether bare or in a list or tuple of one.
 
     All three are taken whatever the version: they cannot be mistaken for one another, and FlashInfer announces that the
@@ -116,7 +111,7 @@ def finalized(result: object, call: Call) -> Tensor:
     raise _unknown(call, result, "a tensor, or a list or tuple of one, as do_finalize=True gives")
 
 
-def unfinalized(result: object, call: Call) -> UnfinalizedMoEOutput:
+def unfinalized(result: object, call: EntryCall) -> UnfinalizedMoEOutput:
     """The contract's triple of a call with ``do_finalize=False``; the map gets two dimensions without a copy.
 
     Raises:
@@ -133,7 +128,7 @@ def unfinalized(result: object, call: Call) -> UnfinalizedMoEOutput:
     return UnfinalizedMoEOutput(rows, _weights(weights, call), by_slot)
 
 
-def _map(index: Tensor, call: Call) -> Tensor:
+def _map(index: Tensor, call: EntryCall) -> Tensor:
     shape = (call.num_tokens, call.top_k)
     if index.dtype is not torch.int32:
         raise ReturnFormError(f"{call}: expected an int32 map, got {_described(index)}")
@@ -149,7 +144,7 @@ def _map(index: Tensor, call: Call) -> Tensor:
     return index.view(shape)
 
 
-def _weights(weights: Tensor, call: Call) -> Tensor:
+def _weights(weights: Tensor, call: EntryCall) -> Tensor:
     count = call.num_tokens * call.top_k
     if tuple(weights.shape) != (call.num_tokens, call.top_k):
         expected = f"weights [{call.num_tokens}, {call.top_k}]"
@@ -165,12 +160,12 @@ def _weights(weights: Tensor, call: Call) -> Tensor:
     )
 
 
-def _require_known(call: Call) -> None:
+def _require_known(call: EntryCall) -> None:
     if not known(call.version):
         raise ReturnFormError(f"{call}: this version's return forms are not known here; see docs/trtllm.md")
 
 
-def _unknown(call: Call, result: object, expected: str) -> ReturnFormError:
+def _unknown(call: EntryCall, result: object, expected: str) -> ReturnFormError:
     return ReturnFormError(f"{call}: expected {expected}, got {_described(result)}")
 
 

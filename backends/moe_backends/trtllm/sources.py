@@ -25,7 +25,6 @@ PREPARATION = (
 """What the adapters' own preparation is compared with, and the quantiser that they call."""
 FUNCTIONS = (*(entry.value for entry in Entry), *PREPARATION)
 SOURCES = re.compile(r"flashinfer/(fused_moe/core|fp4_quantization|quantization/fp4_quantization|utils)\.py")
-ENUMS = re.compile(r"flashinfer/(fused_moe/core|tllm_enums)\.py")
 
 
 class WheelError(ValueError):
@@ -45,17 +44,6 @@ def read_installed(package: Path) -> Recorded:
     """The signatures of those FUNCTIONS that the sources of an installed ``flashinfer`` folder have."""
     files = (file for file in package.rglob("*.py") if SOURCES.fullmatch(file.relative_to(package.parent).as_posix()))
     return _signatures(file.read_bytes() for file in files)
-
-
-def routing_numbers(path: Path) -> dict[str, int]:
-    """``RoutingMethodType`` of a wheel: name to number."""
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if ENUMS.fullmatch(name):
-                for node in ast.walk(ast.parse(archive.read(name))):
-                    if isinstance(node, ast.ClassDef) and node.name == "RoutingMethodType":
-                        return _members(node)
-    raise WheelError(f"{path.name}: no RoutingMethodType in its sources")
 
 
 def _version(path: Path) -> Version:
@@ -87,12 +75,3 @@ def _parameters(function: ast.FunctionDef) -> list[list[str]]:
     for each, node in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
         found.append([each.arg, "" if node is None else ast.unparse(node), "keyword"])
     return found
-
-
-def _members(node: ast.ClassDef) -> dict[str, int]:
-    members = {}
-    for line in node.body:
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
-            value = ast.literal_eval(line.value)
-            members[line.targets[0].id] = value[0] if isinstance(value, tuple) else value
-    return members

@@ -6,6 +6,9 @@ import re
 from functools import total_ordering
 from typing import NamedTuple
 
+LAST = 10_000
+"""Sorts after the number of any release candidate or post release."""
+
 
 @total_ordering
 class Version(NamedTuple):
@@ -14,7 +17,7 @@ class Version(NamedTuple):
     major: int
     minor: int
     micro: int
-    pre: int = 10_000
+    pre: int = LAST
     """Number of the release candidate; a final release has none and sorts after all of them."""
     post: int = 0
 
@@ -25,10 +28,15 @@ class Version(NamedTuple):
         if found is None:
             raise ValueError(f"expected a FlashInfer version such as 0.6.18 or 0.6.18.post1, got {text!r}")
         major, minor, micro, pre, post = found.groups()
-        return cls(int(major), int(minor), int(micro), 10_000 if pre is None else int(pre), int(post or 0))
+        return cls(int(major), int(minor), int(micro), LAST if pre is None else int(pre), int(post or 0))
+
+    @property
+    def with_posts(self) -> Version:
+        """The end of a range that is to hold this release and every post release of it."""
+        return self._replace(post=LAST)
 
     def __str__(self) -> str:
-        candidate = "" if self.pre == 10_000 else f"rc{self.pre}"
+        candidate = "" if self.pre == LAST else f"rc{self.pre}"
         return f"{self.major}.{self.minor}.{self.micro}{candidate}{f'.post{self.post}' if self.post else ''}"
 
 
@@ -42,4 +50,4 @@ EMULATED = Version(0, 6, 18, post=1)
 
 def known(version: Version) -> bool:
     """Whether the adapters know this version's calls and return forms."""
-    return OLDEST <= version <= NEWEST._replace(post=10_000)
+    return OLDEST <= version <= NEWEST.with_posts

@@ -27,7 +27,7 @@ from moe_contract import (
 )
 from moe_contract.checks.findings import TRIPLE
 from moe_contract.places import place_of_callable
-from moe_contract.signatures import CLOSE, LOAD, OPEN, RUN, TAIL, Call, require_takes
+from moe_contract.signatures import CLOSE, LOAD, OPEN, RUN, TAIL, Arguments, require_takes
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _optional(name: str, what: str, value: object) -> Tensor | None:
     return value.cpu()
 
 
-def _require(name: str, what: str, function: object, call: Call, origin: str = "") -> None:
+def _require(name: str, what: str, function: object, call: Arguments, origin: str = "") -> None:
     """Raises BackendError. ``origin``: the plug-in's line to name where ``function`` has none of its own."""
     if not callable(function):
         place = f" ({origin})" if origin else ""

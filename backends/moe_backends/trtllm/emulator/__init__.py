@@ -1,5 +1,5 @@
 """FlashInfer's MoE entry points in PyTorch: signatures, return forms, row counts and labels of a chosen version."""
 
-from .engine import Emulator
+from .entry_points import Emulator
 
 __all__ = ["Emulator"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_backends.trtllm.engine import Prepares
+from moe_backends.trtllm.entry_points import Prepares
 from moe_backends.trtllm.weights.blocks import INTERMEDIATE_MULTIPLE, round_up
 from moe_contract import ExpertWeights
 

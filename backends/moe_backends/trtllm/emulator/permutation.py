@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,14 +15,6 @@ FLOOR_BITS = 2**20
 ROW_BITS = 16
 BF16_FLOOR_SINCE = Version(0, 6, 18)
 """The bfloat16 launcher has the floor since 0.6.18, the NVFP4 one had it before."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """``map [T * K]`` int32, flat and token-major, -1 where the expert is not local; ``num_rows``, the buffer's."""
-
-    map: Tensor
-    num_rows: int
 
 
 def default_tile(num_tokens: int, top_k: int, num_local_experts: int, *, fp4: bool) -> int:

@@ -1,12 +1,12 @@
-"""Layouts of a whole matrix: columns in blocks of 128 bytes, and padding to the kernels' multiples."""
+"""Layouts of a whole matrix: columns in blocks of 128 bytes, and padding to the kernels' multiples.
+
+Padded columns of the intermediate are exactly 0 (every activation of 0 is 0) and meet zero columns of down, so that
+they change nothing; padded columns of the hidden size stay in the rows.
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
-
-from moe_contract import ExpertWeights
 
 BLOCK_BYTES = 128
 """Bytes of one row in a column block: a line of shared memory as the tensor memory accelerator fetches it."""
@@ -43,16 +43,3 @@ def write_blocks(blocked: Tensor, matrix: Tensor, places: Tensor) -> None:
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple that is not below ``size``."""
     return -(-size // multiple) * multiple
-
-
-def padded(weights: ExpertWeights, hidden_size: int, intermediate_size: int) -> tuple[Tensor, Tensor]:
-    """``[up; gate]`` or up ``[E, 1|2 * I', H']`` and down ``[E, H', I']`` with zeros up to the padded sizes.
-
-    Padded columns of the intermediate are exactly 0 (every activation of 0 is 0) and meet zero columns of down, so that
-    they change nothing; padded columns of the hidden size stay in the rows.
-    """
-    _, intermediate, hidden = weights.up.shape
-    wide, high = hidden_size - hidden, intermediate_size - intermediate
-    halves = [weights.up] if weights.gate is None else [weights.up, weights.gate]
-    first = torch.cat([pad(half, (0, wide, 0, high)) for half in halves], dim=1)
-    return first, pad(weights.down, (0, high, 0, wide))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 EPILOGUE_TILE = 128
-"""Rows that one epilogue step of the TRTLLM-Gen kernels writes."""
+"""Rows that one epilogue step of the TRTLLM-Gen kernels writes: ``epilogue_tile_m`` of FlashInfer's own preparation of
+bfloat16 and NVFP4 weights. It decides SHUFFLE_ROWS."""
 SHUFFLE_ROWS = 32
 """Rows are shuffled within blocks of this size where the epilogue tile is 128."""
 LANES = 8

@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_backends.common.nvfp4 import nvfp4_linear
 from moe_backends.common.routing import RoutedTokens, route
 from moe_backends.trtllm.bindings import BLOCK_MAJOR_K, SEPARATE_SINCE
-from moe_backends.trtllm.engine import Prepares
-from moe_backends.trtllm.returns import Call, Entry, RoutingInput, mislabelled
+from moe_backends.trtllm.entry_points import Prepares
+from moe_backends.trtllm.returns import Entry, EntryCall, RoutingInput, mislabelled
 from moe_backends.trtllm.routing import METHODS, folding_methods, unpack
 from moe_backends.trtllm.signatures import signature
 from moe_backends.trtllm.versions import EMULATED, Version
@@ -64,25 +64,25 @@ class Emulator:
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
         """Runs an entry point; TypeError where the arguments do not bind, RuntimeError where the launcher refuses."""
         given = self._defaults[entry] | self._signatures[entry].bind(**arguments).arguments
-        _check(entry, given)
+        _require_launchable(entry, given)
         routed, call = self._route(entry, given)
         return self._run(call, given, routed)
 
-    def _route(self, entry: Entry, given: Mapping[str, Any]) -> tuple[RoutedTokens, Call]:
+    def _route(self, entry: Entry, given: Mapping[str, Any]) -> tuple[RoutedTokens, EntryCall]:
         tokens, top_k = given["hidden_states"].shape[0], given["top_k"]
         if not entry.routed:
             logits = given["routing_logits"]
-            call = Call(self.version, entry, RoutingInput.LOGITS, tokens, top_k, logits.dtype)
+            call = EntryCall(self.version, entry, RoutingInput.LOGITS, tokens, top_k, logits.dtype)
             return self._by_logits(given, logits), call
         given_ids = given["topk_ids"]
         if not isinstance(given_ids, tuple):
             precomputed = unpack(given_ids)
-            call = Call(self.version, entry, RoutingInput.PACKED, tokens, top_k)
+            call = EntryCall(self.version, entry, RoutingInput.PACKED, tokens, top_k)
             return RoutedTokens(precomputed.ids.long(), precomputed.weights), call
         if self.version < SEPARATE_SINCE[entry]:
             raise TypeError(f"{entry.value}: topk_ids must be a tensor in {self.version}, got a tuple")
         ids, weights = given_ids
-        call = Call(self.version, entry, RoutingInput.SEPARATE, tokens, top_k, given_weights_dtype=weights.dtype)
+        call = EntryCall(self.version, entry, RoutingInput.SEPARATE, tokens, top_k, given_weights_dtype=weights.dtype)
         return RoutedTokens(ids.long(), weights), call
 
     def _by_logits(self, given: Mapping[str, Any], logits: Tensor) -> RoutedTokens:
@@ -102,7 +102,7 @@ class Emulator:
         )
         return route(routing, logits, fold_scale=method in folding_methods(self.version), weights_dtype=torch.bfloat16)
 
-    def _run(self, call: Call, given: Mapping[str, Any], routed: RoutedTokens) -> object:
+    def _run(self, call: EntryCall, given: Mapping[str, Any], routed: RoutedTokens) -> object:
         replay = given.get("routing_replay_out")
         if replay is not None:
             replay[: call.num_tokens] = routed.ids.to(torch.int16)
@@ -123,7 +123,7 @@ class Emulator:
         return [finalize(pending)] if call.entry.fp4 else finalize(pending)
 
 
-def _labelled(weights: Tensor, call: Call) -> Tensor:
+def _labelled(weights: Tensor, call: EntryCall) -> Tensor:
     """The weights' buffer as it comes back: in some versions bfloat16 bytes at the front of a float32 tensor."""
     if not mislabelled(call):
         return weights
@@ -149,7 +149,7 @@ def _defaults(known: inspect.Signature) -> dict[str, Any]:
     return found
 
 
-def _check(entry: Entry, given: Mapping[str, Any]) -> None:
+def _require_launchable(entry: Entry, given: Mapping[str, Any]) -> None:
     """What the launcher checks and the adapters could get wrong; RuntimeError as its own errors are."""
     hidden, width = given["hidden_states"], _hidden_size(entry, given)
     if hidden.shape[0] == 0:

@@ -1,7 +1,7 @@
 """Compares wheels with the recorded signatures, and every call of the adapters with the wheels; writes the record.
 
-``python -m moe_backends.trtllm.abi WHEEL...`` checks wheels against the record and every call against the wheels;
-``--write`` records them anew, ``--table FILE`` writes the table of docs.
+``python -m moe_backends.trtllm.signature_record WHEEL...`` checks wheels against the record and every call against the
+wheels; ``--write`` records them anew, ``--table FILE`` writes the table of docs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def table(wheels: dict[Version, Recorded]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 where a wheel differs from the record or a call does not bind."""
-    parser = argparse.ArgumentParser(prog="python -m moe_backends.trtllm.abi", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_backends.trtllm.signature_record", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="record what the wheels have")
     parser.add_argument("--table", type=Path, help="write the table of docs there")

@@ -27,14 +27,14 @@ MAJOR = 10
 
 
 class Prepares(Protocol):
-    """A weight format, as far as an engine needs it."""
+    """A weight format, as far as entry points need it."""
 
     def prepare(self, weights: ExpertWeights) -> Mapping[str, object]:
         """The weights' keywords."""
         ...
 
 
-class Engine(Protocol):
+class EntryPoints(Protocol):
     """The entry points of one FlashInfer version."""
 
     @property
@@ -51,7 +51,7 @@ class Engine(Protocol):
         ...
 
     def on_demand(self, weights: ExpertWeights, weight_format: Prepares) -> Mapping[str, object] | None:
-        """Keywords in place of prepared weights, for an engine that asks for each expert's; None to prepare them."""
+        """Keywords in place of prepared weights, for entry points that ask for each expert's; None to prepare them."""
         ...
 
     def call(self, entry: Entry, arguments: Mapping[str, object]) -> object:
