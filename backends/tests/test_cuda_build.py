@@ -56,6 +56,7 @@ def report(text: str) -> list[tuple[str, int, int, int, int]]:
 @needs_nvcc
 @pytest.mark.parametrize(("dtype", "ranks", "architecture"), [
     ("bfloat16", 2, "90a"), ("bfloat16", 2, "100a"), ("float16", 8, "90a"), ("bfloat16", 1, "90a"),
+    ("bfloat16", 16, "90a"),
 ])  # fmt: skip
 def test_kernels_compile_without_spills(tmp_path: Path, dtype: str, ranks: int, architecture: str) -> None:
     """Every kernel of a variant stays within its registers, spills nothing and keeps nothing in local memory."""

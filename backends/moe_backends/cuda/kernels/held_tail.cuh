@@ -15,7 +15,8 @@ struct HeldTail {
 
   const Params& p;
   Outputs<T, Form, kQuant>& out;
-  Peers<T, N, false> peers{p};
+  using Exchange = Peers<T, N, false, 4>;  // more take registers that the rows need
+  Exchange peers{p};
   const uint32_t token;  // of this launch
   const uint32_t row;    // of the call
   const uint32_t epoch;
@@ -44,8 +45,7 @@ struct HeldTail {
 
   // From contributions to rounded residuals; returns this thread's sum of squares of them.
   __device__ __forceinline__ float reduce_ranks(const uint4 (&residual)[kVectors], Column<Form>& own) const {
-    using Incoming = typename Peers<T, N, false>::Incoming;
-    Incoming in[kVectors];
+    typename Exchange::Incoming in[kVectors];
     if constexpr (N > 1) {
       test_stall(p, 0);
 #pragma unroll

@@ -20,7 +20,8 @@ struct LoopedTail {
   const Params& p;
   Outputs<T, Looped, kQuant>& out;
   Pipe& pipe;
-  Peers<T, N, kTwoShot> peers{p};
+  using Exchange = Peers<T, N, kTwoShot, 8>;
+  Exchange peers{p};
 
   // Local sum of a token and its push. `routes`, `next` are this token's and those of this block's next one. Without
   // ranks also the residual, since nothing has to be waited for: returns this thread's sum of squares of it.
@@ -52,7 +53,7 @@ struct LoopedTail {
   __device__ __forceinline__ float receive_all(uint32_t token, Token& mine) const {
     constexpr bool kAhead = N <= 4;
     float squares = 0.0f;
-    typename Peers<T, N, kTwoShot>::Incoming in = peers.ask(token, mine.epoch, out.vec(0)), next = {};
+    typename Exchange::Incoming in = peers.ask(token, mine.epoch, out.vec(0)), next = {};
 #pragma unroll 1
     for (int v = 0; v < out.trips(); ++v) {
       const int at = out.vec(v);

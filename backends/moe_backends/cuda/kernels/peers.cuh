@@ -16,9 +16,10 @@ __device__ __forceinline__ uint4 with_residual(float (&total)[8], uint4 residual
   return pack<T>(total);
 }
 
-template <typename T, int N, bool kTwoShot>
+// At most kMost peers' vectors are requested before the first is waited for.
+template <typename T, int N, bool kTwoShot, int kMost>
 struct Peers {
-  static constexpr int kSources = N > 8 ? 4 : N;  // peers' vectors requested before the first is waited for
+  static constexpr int kSources = N > kMost ? 4 : N;  // a divisor of N
 
   // What a thread asks for before it waits: the residual and the first peers' vectors, or the owner's (two-shot).
   struct Incoming {
