@@ -12,7 +12,7 @@ namespace moe_tail {
 // multiprocessors; the addresses of sixteen ranks take more. Blocks that loop should be resident two by two; from four
 // ranks on, the vectors of several peers are in flight.
 constexpr int held_registers(int ranks, int cluster, bool quant) {
-  return cluster == 1 ? 128 : quant ? 112 : ranks > 8 ? 96 : cluster == 2 ? 72 : 80;
+  return cluster == 1 ? 128 : quant || ranks > 8 ? 112 : cluster == 2 ? 72 : 80;
 }
 constexpr int looped_registers(int ranks) { return ranks < 4 ? 72 : 96; }
 
