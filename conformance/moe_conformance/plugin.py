@@ -144,7 +144,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Ends the worker process when a case holds the interpreter, so that the other cases still run."""
     if _test_of(item) is None or not hasattr(item.config, "workerinput"):
         return (yield)
-    faulthandler.dump_traceback_later(WATCHDOG_FACTOR * item.config.getoption("--moe-timeout"), exit=True)
+    limit = WATCHDOG_FACTOR * item.config.getoption("--moe-timeout")
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)  # a backend may have closed or replaced sys.stderr
     try:
         return (yield)
     finally:

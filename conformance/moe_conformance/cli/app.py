@@ -21,7 +21,6 @@ app = typer.Typer(
     name=PROGRAM,
     help="Decides whether mixture-of-experts kernels keep the contract for unfinalized outputs.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -204,6 +203,9 @@ def main() -> None:
 
 def invoke(arguments: list[str]) -> int:
     """Runs one command line and returns its exit status."""
+    if not arguments:
+        app(["--help"], prog_name=PROGRAM, standalone_mode=False)
+        return ExitStatus.UNUSABLE
     try:
         status = app(arguments, prog_name=PROGRAM, standalone_mode=False)
     except CommandError as error:

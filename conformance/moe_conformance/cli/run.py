@@ -21,7 +21,7 @@ from moe_conformance.report.terminal import make_console, print_report
 from moe_conformance.report.writer import ReportFolderError, prepare_folder, write_report
 from moe_conformance.runner import Shard, ShardError, run
 
-LONGEST_TIMEOUT_S = 86_400
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 0.1, 86_400
 """A day. Timers of the operating system take no arbitrarily large number."""
 
 
@@ -39,9 +39,10 @@ class RunOptions:
 def run_command(asked: SelectionOptions, options: RunOptions) -> int:
     """Runs, prints, writes; the exit status. Every option is checked before the first case runs."""
     workers, shard = parse_workers(options.workers), parse_shard(options.shard)
-    if not 0 < options.timeout_s <= LONGEST_TIMEOUT_S:
+    if not SHORTEST_TIMEOUT_S <= options.timeout_s <= LONGEST_TIMEOUT_S:
         raise CommandError(
-            f"--timeout: expected seconds above 0 and at most {LONGEST_TIMEOUT_S} (a day), got {options.timeout_s}"
+            f"--timeout: expected seconds from {SHORTEST_TIMEOUT_S} to {LONGEST_TIMEOUT_S} (a day), "
+            f"got {options.timeout_s}"
         )
     report_dir = parse_folder(options.report)
     selected = select(asked)

@@ -25,6 +25,14 @@ class HungRanksError(RuntimeError):
     """Ranks that did not return in time, with the line of code each was in."""
 
 
+class RankExitError(RuntimeError):
+    """A rank raised what would end the program, such as SystemExit or KeyboardInterrupt; ``original`` is that."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(f"a rank raised {type(original).__name__}")
+        self.original = original
+
+
 class ThreadRankGroup:
     """A RankGroup whose ranks are threads of this process. Records the collectives of its rank in ``trace``."""
 
@@ -157,14 +165,21 @@ def run_ranks(
 
     Raises:
         HungRanksError: a rank neither returned nor raised in time; its thread is abandoned.
-        BaseException: whatever the first failing rank raised.
+        RankExitError: the first failing rank raised SystemExit, KeyboardInterrupt or the like.
+        Exception: whatever else the first failing rank raised.
     """
     # On a GPU a rank may wait inside a kernel for what its peers have yet to launch, so nobody there waits for a turn.
     turns = Turns() if torch.device(device).type == "cpu" else FreeForAll()
     meet = Rendezvous(size, peer_timeout_s or timeout_s, turns)
     groups = [ThreadRankGroup(rank, meet, torch.device(device)) for rank in range(size) if rank not in absent]
     ranks = _Ranks(function, groups, meet)
-    ranks.join(timeout_s)
+    depth = sys.getrecursionlimit()
+    try:
+        ranks.join(timeout_s)
+    finally:
+        sys.setrecursionlimit(depth)  # the interpreter's, so a backend that lowers it would end the suite
     if ranks.errors:
-        raise _primary(ranks.errors)
+        primary = _primary(ranks.errors)
+        # The program is not a backend's to end: raised here as it is, it would stop the run as Ctrl-C does.
+        raise primary if isinstance(primary, Exception) else RankExitError(primary) from primary
     return [ranks.results[group.rank] for group in groups]

@@ -162,9 +162,10 @@ def test_deferred_equals_finalized(layer: LayerSubject) -> None:
         if not isinstance(tensor, Tensor):
             expected = "a finalized tensor: the flag is off"
             raise ClauseBrokenError([Violation(clause="DEFER-1", field="routed", got="unfinalized", expected=expected)])
-        value, bound = finalized_truth(layer.truth(rank), tensor.dtype)
-        for form, result in (("deferred, then finalized", finalize(triple)), ("finalized by the kernel", tensor)):
-            require_within(result, value, bound, clause="DEFER-5", field=f"routed ({form})", rank=rank, layer=layer)
+        # Each path may be off by the bound of one; what both have wrong alike is no difference between them.
+        _, bound = finalized_truth(layer.truth(rank), tensor.dtype)
+        expected = finalize(triple).cpu().double()
+        require_within(tensor, expected, 2 * bound, clause="DEFER-5", field="routed", rank=rank, layer=layer)
 
 
 @clause("DEFER-6")

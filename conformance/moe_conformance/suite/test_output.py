@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_conformance.cases.tail_data import TailInputs, map_routed
 from moe_conformance.harness.threads import ThreadRankGroup
+from moe_conformance.judging.judge import bound_ratio
 from moe_conformance.marks import clause, layers, pairs, several_ranks, tails
 from moe_conformance.subjects.calls import on_every_rank
 from moe_conformance.subjects.layer import LayerSubject, RoutedOutput, on_device
@@ -15,7 +16,7 @@ from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.comparisons import require_same, require_unwritten, require_within
 from moe_conformance.truth.layer_oracle import finalized_truth
 from moe_conformance.verdicts import UnsupportedCaseError
-from moe_contract import PrecomputedRouting, TailOutput
+from moe_contract import PrecomputedRouting, TailOutput, finalize, is_unfinalized
 
 
 @clause("OUT-1")
@@ -23,11 +24,11 @@ from moe_contract import PrecomputedRouting, TailOutput
     {},
     {"method": "deepseek-v3", "scale": 2.5, "ep": 2},
     {"method": "llama4", "top_k": 1},
+    # Whichever methods a producer has: its finalized form leaves the factor to the finalizer, or says that it folds it.
+    *({"method": method, "scale": 2.5} for method in ("renormalize", "default", "topk", "sigmoid-renorm", "minimax2")),
 )
 def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
     """A finalized output is this rank's weighted sum of its experts, whether or not the producer can defer."""
-    # Where the same call could have been deferred, a wrong value is a difference between the two paths.
-    blamed = "DEFER-5" if layer.defers and layer.case.ranks > 1 else "OUT-1"
     for defer in (False, True):
         config = layer.config(defer=defer)
         outputs = layer.run(config)
@@ -35,7 +36,25 @@ def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
         for rank, output in enumerate(outputs):
             if isinstance(output, Tensor):
                 value, bound = finalized_truth(layer.truth(rank), output.dtype)
+                blamed = "OUT-1" if _within(output, value, bound) else _broken_by_value(layer, rank, output)
                 require_within(output, value, bound, clause=blamed, field="routed", rank=rank, layer=layer)
+
+
+def _within(output: Tensor, value: Tensor, bound: Tensor) -> bool:
+    return not bool((bound_ratio(output.cpu(), value.cpu(), bound.cpu()) > 1.0).any())
+
+
+def _broken_by_value(layer: LayerSubject, rank: int, output: Tensor) -> str:
+    """The clause of a wrong finalized value: the factor is in it, or the deferred path gives another, or neither."""
+    value, bound = finalized_truth(layer.truth(rank), output.dtype)
+    factor = layer.parts[rank].routing.routed_scaling_factor
+    if factor != 1.0 and _within(output, value * factor, bound * factor):
+        return "SCALE-3"
+    if layer.defers:
+        deferred = layer.run()[rank]
+        if is_unfinalized(deferred) and _within(finalize(deferred), value, bound):
+            return "DEFER-5"
+    return "OUT-1"
 
 
 @clause("OUT-1")

@@ -141,3 +141,10 @@ def precomputed_routing_folds(output: Output, call: Call) -> Output:
     factor = routing.routed_scaling_factor if routing.method is RoutingMethod.PRECOMPUTED else 1.0
     scaled = (output.expert_weights.float() * factor).to(output.expert_weights.dtype)
     return replace(output, expert_weights=torch.as_tensor(scaled))
+
+
+@producer_fault("SCALE-3", "finalized", smallest="renormalize, factor 2.5, flag off")
+def finalized_sum_scaled_undeclared(output: Tensor, call: Call) -> Tensor:
+    """The kernel's own finalize applies the factor, which the finalizer then applies again."""
+    routing = call.layer.routing
+    return output * (routing.routed_scaling_factor if routing.method is RoutingMethod.RENORMALIZE else 1.0)
