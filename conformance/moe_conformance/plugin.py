@@ -162,6 +162,9 @@ def pytest_runtest_makereport(
     if ended and _test_of(item) is not None and _parameter(item) is not None:
         result = _result(item, call)
         report.user_properties.append((PROPERTY, result.model_dump_json()))
+        if report.failed and report.longrepr is not None:
+            # A message with a lone surrogate could not be sent to the controller, and would end the run.
+            report.longrepr = str(report.longrepr).encode("utf-8", "backslashreplace").decode("utf-8")
         if result.verdict.value == "unsupported":
             report.outcome = "skipped"
             report.longrepr = (str(item.path), 0, f"unsupported: {result.reason}")

@@ -60,7 +60,7 @@ def finish(process: subprocess.Popen[str], folder: Path) -> Ended:
     return Ended(process.returncode, out, err, Report.model_validate_json(text), folder)
 
 
-WRONG = ("right", "last_row", "raises", "nonsense", "sleeps", "holds", "exits", "segfaults")
+WRONG = ("right", "last_row", "raises", "nonsense", "leaves", "garbles", "sleeps", "holds", "exits", "segfaults")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,8 @@ def test_wrong_result_is_blamed_with_its_cause(mixed: Ended) -> None:
     ("consumer", "reason"),
     [
         ("raises", "wrong:raises raised KeyError: 'no such buffer' (wrong.py:"),
+        ("leaves", "wrong:leaves raised SystemExit: 3 (wrong.py:"),
+        ("garbles", r"wrong:garbles raised RuntimeError: bad \udcff\x1b[31m (wrong.py:"),
         ("nonsense", "wrong:nonsense returned str, expected moe_contract.TailOutput"),
         ("sleeps", "wrong:sleeps hangs: no result after 1 s"),
         ("holds", "wrong:holds hangs: no result after"),

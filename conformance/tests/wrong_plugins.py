@@ -84,6 +84,16 @@ def segfaults(group, output, residual, norm_weight, *, eps, weight_bias):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@consumer(name="leaves")
+def leaves(group, output, residual, norm_weight, *, eps, weight_bias):
+    raise SystemExit(3)
+
+
+@consumer(name="garbles")
+def garbles(group, output, residual, norm_weight, *, eps, weight_bias):
+    raise RuntimeError("bad " + chr(0xDCFF) + chr(27) + "[31m")
+
+
 @consumer(name="gpu-only", devices={"cuda"}, requires="an NVIDIA GPU")
 def gpu_only(group, output, residual, norm_weight, *, eps, weight_bias):
     return tail(group, output, residual, norm_weight, eps, weight_bias)
