@@ -164,8 +164,8 @@ def test_deferred_equals_finalized(layer: LayerSubject) -> None:
             raise ClauseBrokenError([Violation(clause="DEFER-1", field="routed", got="unfinalized", expected=expected)])
         # Each path may be off by the bound of one; what both have wrong alike is no difference between them.
         _, bound = finalized_truth(layer.truth(rank), tensor.dtype)
-        expected = finalize(triple).cpu().double()
-        require_within(tensor, expected, 2 * bound, clause="DEFER-5", field="routed", rank=rank, layer=layer)
+        completed = finalize(triple).cpu().double()
+        require_within(tensor, completed, 2 * bound, clause="DEFER-5", field="routed", rank=rank, layer=layer)
 
 
 @clause("DEFER-6")
