@@ -43,3 +43,13 @@ def test_tutorial_backend_keeps_every_clause(side: str) -> None:
     wrong = [f"{r.id}: {r.reason}" for r in results if r.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
     assert not wrong, wrong
     assert sum(r.verdict is Verdict.PASS for r in results) > len(results) / (2 if side == "consumer" else 3)
+
+
+def test_stateful_example_keeps_every_clause() -> None:
+    """A class that does by itself what the decorator does for a function."""
+    backend = _module("acme_stateful").backend
+    request = PlanRequest(consumers=(backend.declaration.name,), profile="smoke")
+    results = list(run_direct(request, consumer=backend))
+    wrong = [f"{r.id}: {r.reason}" for r in results if r.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
+    assert not wrong, wrong
+    assert sum(r.verdict is Verdict.PASS for r in results) > len(results) / 2

@@ -1,0 +1,53 @@
+"""A third-party consumer with a workspace of its own: what a class does that `@consumer` does for a function."""
+
+import torch
+
+from moe_contract import ConsumerDeclaration, Expectation, TailOutput, UnsupportedError, finalize, require
+from moe_contract.limits import require_capacity
+
+
+class AcmeConsumer:
+    declaration = ConsumerDeclaration(name="acme-stateful", version="0.1", profile="C", max_hidden_size=8192)
+
+    def open(self, group, capacity):
+        """Once, on every rank at the same time."""
+        require_capacity(self.declaration, group, capacity)  # CAP-1: refuse here, before any memory is taken
+        return AcmeTail(self.declaration, group, capacity)
+
+
+class AcmeTail:
+    def __init__(self, declaration, group, capacity):
+        self.declaration, self.group, self.capacity = declaration, group, capacity
+        self.total = torch.empty(capacity.max_tokens, capacity.hidden_size, device=group.device)
+
+    def __call__(self, output, residual, norm_weight, *, eps, weight_bias=0.0, quant=None):
+        tokens, capacity = residual.shape[0], self.capacity
+        if tokens > capacity.max_tokens:  # DEFER-4: on every rank alike, before any communication
+            raise UnsupportedError(f"{tokens} tokens, opened for at most {capacity.max_tokens}", clause="CAP-1")
+        expected = Expectation(
+            num_tokens=tokens,
+            top_k=capacity.top_k,
+            hidden_size=capacity.hidden_size,
+            dtype=capacity.dtype,
+            weights_dtype=capacity.dtype,  # the declaration does not name float32
+        )
+        require(output, expected, tier="metadata")  # flat map, foreign weights, padded rows; reads no data
+        local = finalize(
+            output.routed,
+            routed_scaling_factor=output.routed_scaling_factor,
+            shared_output=output.shared_output,
+        )
+        total = self.total[:tokens].zero_()
+        for part in self.group.all_gather(local) if self.group.size > 1 else [local]:
+            total += part.float()
+        residual_out = (total + residual.float()).to(residual.dtype)
+        x = residual_out.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        norm_out = (x * (norm_weight.float() + weight_bias)).to(residual.dtype)
+        return TailOutput(residual_out, norm_out)
+
+    def close(self):
+        self.total = None
+
+
+backend = AcmeConsumer()
