@@ -7,6 +7,8 @@ from moe_contract.limits import require_capacity
 
 
 class AcmeConsumer:
+    """What the suite is given by name."""
+
     declaration = ConsumerDeclaration(name="acme-stateful", version="0.1", profile="C", max_hidden_size=8192)
 
     def open(self, group, capacity):
@@ -16,11 +18,14 @@ class AcmeConsumer:
 
 
 class AcmeTail:
+    """One rank's opened tail."""
+
     def __init__(self, declaration, group, capacity):
         self.declaration, self.group, self.capacity = declaration, group, capacity
         self.total = torch.empty(capacity.max_tokens, capacity.hidden_size, device=group.device)
 
     def __call__(self, output, residual, norm_weight, *, eps, weight_bias=0.0, quant=None):
+        """One call, by every rank."""
         tokens, capacity = residual.shape[0], self.capacity
         if tokens > capacity.max_tokens:  # DEFER-4: on every rank alike, before any communication
             raise UnsupportedError(f"{tokens} tokens, opened for at most {capacity.max_tokens}", clause="CAP-1")
@@ -47,6 +52,7 @@ class AcmeTail:
         return TailOutput(residual_out, norm_out)
 
     def close(self):
+        """Releases the workspace."""
         self.total = None
 
 
