@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -197,7 +198,8 @@ def test_worker_that_dies_while_it_is_sent_cases_costs_only_one_case(tmp_path: P
 def test_stopped_run_reports_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
     """The report is written, is marked as partial, and does not look like a pass."""
     named = ["--consumer", "wrong:right", "--consumer", "wrong:sleeps", "--clause", "RED-3", "--tp", "1"]
-    process = start(tmp_path, *named, "--timeout", "600", "-n", "1", "--report", "report")
+    with _interrupts_heeded():
+        process = start(tmp_path, *named, "--timeout", "600", "-n", "1", "--report", "report")
     assert process.stdout is not None
     assert process.stdout.readline() == "running 4 cases\n"
     _wait_for_worker(process.pid)
@@ -208,6 +210,16 @@ def test_stopped_run_reports_what_there_is(tmp_path: Path, number: signal.Signal
     assert "stopped, so this report is partial" in " ".join(ended.out.split())
     stopped = [case for case in ended.of("sleeps") if case.verdict is Verdict.NOT_RUN]
     assert stopped and all("the run was stopped" in case.reason for case in stopped)
+
+
+@contextmanager
+def _interrupts_heeded() -> Iterator[None]:
+    """A process started here heeds SIGINT: one inherits that it is ignored, as in what a shell runs with ``&``."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait_for_worker(pid: int) -> None:
