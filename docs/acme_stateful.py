@@ -2,7 +2,8 @@
 
 import torch
 
-from moe_contract import ConsumerDeclaration, Expectation, TailOutput, UnsupportedError, finalize, require
+from moe_contract import ConsumerDeclaration, TailOutput, finalize
+from moe_contract.call_checks import require_call
 from moe_contract.limits import require_capacity
 
 
@@ -26,17 +27,8 @@ class AcmeTail:
 
     def __call__(self, output, residual, norm_weight, *, eps, weight_bias=0.0, quant=None):
         """One call, by every rank."""
-        tokens, capacity = residual.shape[0], self.capacity
-        if tokens > capacity.max_tokens:  # DEFER-4: on every rank alike, before any communication
-            raise UnsupportedError(f"{tokens} tokens, opened for at most {capacity.max_tokens}", clause="CAP-1")
-        expected = Expectation(
-            num_tokens=tokens,
-            top_k=capacity.top_k,
-            hidden_size=capacity.hidden_size,
-            dtype=capacity.dtype,
-            weights_dtype=capacity.dtype,  # the declaration does not name float32
-        )
-        require(output, expected, tier="metadata")  # flat map, foreign weights, padded rows; reads no data
+        tokens = residual.shape[0]
+        require_call(self.declaration, self.capacity, output, tokens)  # DEFER-4: alike on every rank, before any talk
         local = finalize(
             output.routed,
             routed_scaling_factor=output.routed_scaling_factor,

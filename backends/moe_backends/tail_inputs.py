@@ -17,12 +17,12 @@ from moe_contract import (
     QuantRecipe,
     TailCapacity,
     UnfinalizedMoEOutput,
-    UnsupportedError,
     Violation,
     is_unfinalized,
 )
 from moe_contract.checks import Expectation, check
 from moe_contract.dtypes import dtype_name
+from moe_contract.limits import Beyond, refuse
 from moe_contract.quant import NVFP4_BLOCK
 
 
@@ -56,8 +56,7 @@ def refuse_bad_inputs(
     ]
     if violations:
         raise ContractViolation(violations)
-    for reason in _unsupported(declaration, capacity, output, residual, norm_weight, weight_bias, quant):
-        raise UnsupportedError(f"{declaration.name}: {reason}")
+    refuse(declaration.name, _unsupported(declaration, capacity, output, residual, norm_weight, weight_bias, quant))
 
 
 def _expectation(
@@ -106,45 +105,49 @@ def _unsupported(
     norm_weight: Tensor,
     weight_bias: float,
     quant: QuantRecipe | None,
-) -> Iterator[str]:
+) -> Iterator[Beyond]:
     """Legal arguments that this tail was not opened for, or that its declaration excludes."""
     if residual.shape[0] > capacity.max_tokens:
-        yield (
-            f"CAP-1: {residual.shape[0]} tokens are past the {capacity.max_tokens} that the tail was opened for; "
-            "open it with a larger TailCapacity.max_tokens or split the call"
+        yield Beyond(
+            "CAP-1",
+            f"{residual.shape[0]} tokens are past the {capacity.max_tokens} that the tail was opened for; "
+            "open it with a larger TailCapacity.max_tokens or split the call",
         )
     if is_unfinalized(output.routed):
         yield from _unsupported_weights(declaration, capacity, cast(UnfinalizedMoEOutput, output.routed).expert_weights)
     elif not declaration.accepts_finalized:
-        yield "DEFER-4: a finalized routed tensor is not among what it declares to accept"
+        yield Beyond("DEFER-4", "a finalized routed tensor is not among what it declares to accept")
     if _dtype_kind(norm_weight, capacity) not in declaration.norm_weight_dtypes:
-        yield f"NORM-1: norm_weight of {dtype_name(norm_weight.dtype)} is not a declared norm weight dtype"
+        yield Beyond("NORM-1", f"norm_weight of {dtype_name(norm_weight.dtype)} is not a declared norm weight dtype")
     if weight_bias != 0.0 and not declaration.weight_bias:
-        yield f"NORM-2: weight_bias {weight_bias} given, but the (1 + gamma) form is not declared"
+        yield Beyond("NORM-2", f"weight_bias {weight_bias} given, but the (1 + gamma) form is not declared")
     if quant is not None:
         yield from _unsupported_recipe(declaration, capacity, quant)
 
 
-def _unsupported_weights(declaration: ConsumerDeclaration, capacity: TailCapacity, weights: Tensor) -> Iterator[str]:
+def _unsupported_weights(declaration: ConsumerDeclaration, capacity: TailCapacity, weights: Tensor) -> Iterator[Beyond]:
     if _dtype_kind(weights, capacity) not in declaration.weights_dtypes:
-        yield (
-            f"WGT-2: expert_weights of {dtype_name(weights.dtype)} cannot be read; "
-            f"declared: {', '.join(sorted(declaration.weights_dtypes))}"
+        yield Beyond(
+            "WGT-2",
+            f"expert_weights of {dtype_name(weights.dtype)} cannot be read; "
+            f"declared: {', '.join(sorted(declaration.weights_dtypes))}",
         )
 
 
-def _unsupported_recipe(declaration: ConsumerDeclaration, capacity: TailCapacity, quant: QuantRecipe) -> Iterator[str]:
+def _unsupported_recipe(
+    declaration: ConsumerDeclaration, capacity: TailCapacity, quant: QuantRecipe
+) -> Iterator[Beyond]:
     if quant.format not in declaration.quant_formats:
-        yield f"QUANT-1: {quant.format} is not among the declared {sorted(declaration.quant_formats)}"
+        yield Beyond("QUANT-1", f"{quant.format} is not among the declared {sorted(declaration.quant_formats)}")
     elif quant.format is QuantFormat.NVFP4 and capacity.hidden_size % NVFP4_BLOCK:
-        yield (
-            f"QUANT-1: {quant.format} needs a hidden size that is a multiple of {NVFP4_BLOCK}, "
-            f"got {capacity.hidden_size}"
+        yield Beyond(
+            "QUANT-1",
+            f"{quant.format} needs a hidden size that is a multiple of {NVFP4_BLOCK}, got {capacity.hidden_size}",
         )
     for field in ("scale", "global_scale"):
         value = getattr(quant, field)
         if not 0.0 < value < math.inf:
-            yield f"QUANT-1: {field} must be finite and positive, got {value}"
+            yield Beyond("QUANT-1", f"{field} must be finite and positive, got {value}")
 
 
 def _dtype_kind(tensor: Tensor, capacity: TailCapacity) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_contract.backend import (
@@ -20,9 +19,8 @@ from moe_contract.backend import (
     Tail,
     TailCapacity,
     TailOutput,
-    UnsupportedError,
 )
-from moe_contract.checks import Expectation, require
+from moe_contract.call_checks import require_call
 from moe_contract.config import MoEConfig
 from moe_contract.declarations import ConsumerDeclaration, ProducerDeclaration
 from moe_contract.layer import MoELayer, PrecomputedRouting
@@ -70,7 +68,7 @@ class _FunctionTail:
         quant: QuantRecipe | None = None,
     ) -> TailOutput:
         if self.checked:
-            self._require(output, residual)
+            require_call(self.declaration, self.capacity, output, residual.shape[0])
         options: dict[str, Any] = {"eps": eps, "weight_bias": weight_bias}
         if quant is not None:
             options["quant"] = quant
@@ -81,25 +79,6 @@ class _FunctionTail:
 
     def close(self) -> None:
         """Nothing to release: a function keeps no workspace."""
-
-    def _require(self, output: MoEOutput, residual: Tensor) -> None:
-        tokens, capacity = residual.shape[0], self.capacity
-        if tokens > capacity.max_tokens:
-            raise UnsupportedError(f"CAP-1: {tokens} tokens, opened for at most {capacity.max_tokens}")
-        given = getattr(getattr(output.routed, "expert_weights", None), "dtype", capacity.dtype)
-        wide = given == torch.float32 and "float32" in self.declaration.weights_dtypes
-        require(
-            output,
-            Expectation(
-                num_tokens=tokens,
-                top_k=capacity.top_k,
-                hidden_size=capacity.hidden_size,
-                dtype=capacity.dtype,
-                weights_dtype=torch.float32 if wide else capacity.dtype,
-                route_major=self.declaration.route_major,
-            ),
-            tier="metadata",
-        )
 
 
 @dataclass(frozen=True)

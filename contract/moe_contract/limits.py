@@ -41,10 +41,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Beyond:
-    """One declared limit that a request exceeds."""
+    """One declared limit, or the capacity, that a request exceeds."""
 
     clause: str
-    """CAP-2 where the machine is the limit, else CAP-1."""
+    """By which it is refused: of a limit CAP-2 where the machine is it, else CAP-1."""
     reason: str
     """What is declared and what was asked, in words."""
 
@@ -66,8 +66,8 @@ def beyond(declaration: ConsumerDeclaration | ProducerDeclaration, asked: Reques
         yield Beyond("CAP-1", reason)
 
 
-def capacity_beyond(declaration: ConsumerDeclaration, group: RankGroup, capacity: TailCapacity) -> Iterator[Beyond]:
-    """Every declared limit of a consumer that a group and a capacity exceed."""
+def require_capacity(declaration: ConsumerDeclaration, group: RankGroup, capacity: TailCapacity) -> None:
+    """Raises UnsupportedError with the first declared limit of a consumer that a group and a capacity exceed."""
     asked = Request(
         device=group.device.type,
         dtype=dtype_name(capacity.dtype),
@@ -76,11 +76,11 @@ def capacity_beyond(declaration: ConsumerDeclaration, group: RankGroup, capacity
         tokens=capacity.max_tokens,
         ranks=group.size,
     )
-    return beyond(declaration, asked)
+    refuse(declaration.name, beyond(declaration, asked))
 
 
-def layer_beyond(declaration: ProducerDeclaration, layer: MoELayer) -> Iterator[Beyond]:
-    """Every declared limit of a producer that a layer exceeds."""
+def require_layer(declaration: ProducerDeclaration, layer: MoELayer) -> None:
+    """Raises UnsupportedError with the first declared limit of a producer that a layer exceeds."""
     weights = layer.experts
     asked = Request(
         device=layer.device.type,
@@ -93,26 +93,17 @@ def layer_beyond(declaration: ProducerDeclaration, layer: MoELayer) -> Iterator[
         expert_biases=any(b is not None for b in (weights.up_bias, weights.gate_bias, weights.down_bias)),
         expert_parallel=layer.num_local_experts != layer.num_experts,
     )
-    return beyond(declaration, asked)
-
-
-def require_capacity(declaration: ConsumerDeclaration, group: RankGroup, capacity: TailCapacity) -> None:
-    """Raises UnsupportedError with the first declared limit of a consumer that a group and a capacity exceed."""
-    _require(declaration.name, capacity_beyond(declaration, group, capacity))
-
-
-def require_layer(declaration: ProducerDeclaration, layer: MoELayer) -> None:
-    """Raises UnsupportedError with the first declared limit of a producer that a layer exceeds."""
-    _require(declaration.name, layer_beyond(declaration, layer))
+    refuse(declaration.name, beyond(declaration, asked))
 
 
 def require_tokens(declaration: ConsumerDeclaration | ProducerDeclaration, num_tokens: int) -> None:
     """Raises UnsupportedError where one call has more tokens than are declared."""
     if reason := _size_beyond(declaration, "max_tokens", num_tokens):
-        _require(declaration.name, iter([Beyond("CAP-1", reason)]))
+        refuse(declaration.name, iter([Beyond("CAP-1", reason)]))
 
 
-def _require(name: str, exceeded: Iterator[Beyond]) -> None:
+def refuse(name: str, exceeded: Iterator[Beyond]) -> None:
+    """Raises UnsupportedError with the first of ``exceeded`` and the backend's name; returns where there is none."""
     if (first := next(exceeded, None)) is not None:
         raise UnsupportedError(f"{name}: {first}", clause=first.clause)
 

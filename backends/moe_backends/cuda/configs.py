@@ -119,7 +119,8 @@ def group_limit(resident: int, sharing: int, form: Form) -> int:
         kind = f"clusters of {form.blocks} blocks" if form.blocks > 1 else "blocks"
         raise UnsupportedError(
             f"cuda: CAP-2: {sharing} ranks on one GPU wait for each other, but only {resident} {kind} are resident "
-            "together; use fewer virtual ranks or a smaller hidden size"
+            "together; use fewer virtual ranks or a smaller hidden size",
+            clause="CAP-2",
         )
     return limit
 

@@ -19,7 +19,7 @@ from moe_contract import (
     TailOutput,
     UnsupportedError,
 )
-from moe_contract.limits import capacity_beyond
+from moe_contract.limits import require_capacity
 
 from . import ops
 from .build import WORLD_SIZES
@@ -100,8 +100,7 @@ class CudaConsumer:
         return PDL if self.pdl else 0
 
     def _engine(self, group: RankGroup, capacity: TailCapacity, ranks_per_gpu: int | None) -> Engine:
-        for wrong in capacity_beyond(self.declaration, group, capacity):
-            raise UnsupportedError(f"{self.declaration.name}: {wrong}")
+        require_capacity(self.declaration, group, capacity)
         return open_engine(
             group,
             capacity,

@@ -84,7 +84,8 @@ def _shapes(
     if shapes[-1].max_tokens < capacity.max_tokens:
         raise UnsupportedError(
             f"cuda: CAP-2: the forms run calls of at most {shapes[-1].max_tokens} tokens here, the capacity asks for "
-            f"{capacity.max_tokens}; end them with a form that loops and has no limit of its own"
+            f"{capacity.max_tokens}; end them with a form that loops and has no limit of its own",
+            clause="CAP-2",
         )
     return shapes
 

@@ -91,7 +91,7 @@ def bound(entry: Entry, version: Version, arguments: Mapping[str, object]) -> di
     for name in arguments.keys() - known:
         neutral = NEUTRAL.get(Feature(name)) if name in set(Feature) else None
         if arguments[name] is not None and arguments[name] != neutral:
-            raise UnsupportedError(f"CAP-1: flashinfer {version} {entry.value} has no parameter {name}")
+            raise UnsupportedError(f"CAP-1: flashinfer {version} {entry.value} has no parameter {name}", clause="CAP-1")
     return {name: value for name, value in arguments.items() if name in known}
 
 

@@ -159,7 +159,9 @@ class LoadedTrtllm:
             return arguments | {"topk_ids": pack(given)}, self._call(entry, RoutingInput.PACKED, len(given.ids))
         version = self.producer.entry_points.version
         if version < SEPARATE_SINCE[entry]:
-            raise UnsupportedError(f"CAP-1: flashinfer {version} {entry.value} takes packed ids and weights only")
+            raise UnsupportedError(
+                f"CAP-1: flashinfer {version} {entry.value} takes packed ids and weights only", clause="CAP-1"
+            )
         dtype = torch.float32 if "float32" in self.producer.declaration.weights_dtypes else torch.bfloat16
         # A copy: the kernel hands the caller's own weights back, and the caller may reuse them (OUT-5).
         weights = given.weights.detach().to(dtype, copy=True).contiguous()

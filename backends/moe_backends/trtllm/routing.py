@@ -91,7 +91,7 @@ def require_groups(routing: Routing, num_experts: int) -> None:
         f"top_k of at most {most}, got {routing.top_k}": routing.top_k <= most,
     }
     if missing := next((what for what, holds in wrong.items() if not holds), ""):
-        raise UnsupportedError(f"CAP-1: grouped DeepSeek-V3 routing takes {missing}")
+        raise UnsupportedError(f"CAP-1: grouped DeepSeek-V3 routing takes {missing}", clause="CAP-1")
 
 
 def logits_arguments(routing: Routing, num_experts: int, device: torch.device) -> dict[str, object]:

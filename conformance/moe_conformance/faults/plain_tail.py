@@ -20,9 +20,8 @@ from moe_contract import (
     TailCapacity,
     TailOutput,
     UnfinalizedMoEOutput,
-    UnsupportedError,
 )
-from moe_contract.checks import Expectation, require
+from moe_contract.call_checks import require_call
 from moe_contract.limits import require_capacity
 
 DECLARED: dict[str, Any] = {"weights_dtypes": frozenset({"activation", "float32"}), "route_major": True}
@@ -69,14 +68,7 @@ class PlainTail:
 
     def check(self, output: MoEOutput, residual: Tensor) -> None:
         """Refuses what is too large or breaks the contract's metadata clauses."""
-        tokens, capacity = residual.shape[0], self.capacity
-        if tokens > capacity.max_tokens:
-            raise UnsupportedError(f"CAP-1: {tokens} tokens, opened for at most {capacity.max_tokens}")
-        given = getattr(getattr(output.routed, "expert_weights", None), "dtype", capacity.dtype)
-        wide = given == torch.float32 and "float32" in self.declaration.weights_dtypes
-        dtype = torch.float32 if wide else capacity.dtype
-        expected = Expectation(tokens, capacity.top_k, capacity.hidden_size, capacity.dtype, dtype, route_major=True)
-        require(output, expected, tier="metadata")
+        require_call(self.declaration, self.capacity, output, residual.shape[0])
 
     def local(self, output: MoEOutput) -> Tensor:
         """``[T, H]`` float32: scaled top-k sum plus the shared output."""
