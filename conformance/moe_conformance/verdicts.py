@@ -41,6 +41,11 @@ class ClauseBrokenError(AssertionError):
         self.headroom = headroom
         super().__init__("\n".join(str(violation) for violation in self.violations))
 
+    def blaming(self, clause: str) -> ClauseBrokenError:
+        """The same failure, blamed on ``clause``."""
+        violations = [violation.model_copy(update={"clause": clause}) for violation in self.violations]
+        return ClauseBrokenError(violations, self.headroom)
+
 
 class UnsupportedCaseError(Exception):
     """The case cannot run: the declaration says so, or the machine lacks what it needs."""

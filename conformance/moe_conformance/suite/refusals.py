@@ -50,8 +50,7 @@ def require_refused_or_right(tail: TailSubject, handed: TailInputs, truth: TailI
         tail.judge(results[0], truth, controls=False)
     except ClauseBrokenError as error:
         # Whatever comes out wrong, what it was handed is the cause: on whole inputs other tests judge the same steps.
-        blamed = [violation.model_copy(update={"clause": tail.clause}) for violation in error.violations]
-        raise ClauseBrokenError(blamed, error.headroom) from error
+        raise error.blaming(tail.clause) from error
 
 
 def require_refused(tail: TailSubject, handed: TailInputs, what: str) -> None:

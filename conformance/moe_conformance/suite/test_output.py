@@ -15,7 +15,7 @@ from moe_conformance.subjects.pair import PairSubject
 from moe_conformance.subjects.tail import TailSubject, fresh_copy
 from moe_conformance.suite.comparisons import require_same, require_unwritten, require_within
 from moe_conformance.truth.layer_oracle import finalized_truth
-from moe_conformance.verdicts import UnsupportedCaseError
+from moe_conformance.verdicts import ClauseBrokenError, UnsupportedCaseError
 from moe_contract import PrecomputedRouting, TailOutput, finalize, is_unfinalized
 
 
@@ -36,17 +36,18 @@ def test_finalized_output_is_the_weighted_sum(layer: LayerSubject) -> None:
         for rank, output in enumerate(outputs):
             if isinstance(output, Tensor):
                 value, bound = finalized_truth(layer.truth(rank), output.dtype)
-                blamed = "OUT-1" if _within(output, value, bound) else _broken_by_value(layer, rank, output)
-                require_within(output, value, bound, clause=blamed, field="routed", rank=rank, layer=layer)
+                try:
+                    require_within(output, value, bound, clause="OUT-1", field="routed", rank=rank, layer=layer)
+                except ClauseBrokenError as error:
+                    raise error.blaming(_broken_by_value(layer, rank, output, value, bound)) from error
 
 
 def _within(output: Tensor, value: Tensor, bound: Tensor) -> bool:
     return not bool((bound_ratio(output.cpu(), value.cpu(), bound.cpu()) > 1.0).any())
 
 
-def _broken_by_value(layer: LayerSubject, rank: int, output: Tensor) -> str:
+def _broken_by_value(layer: LayerSubject, rank: int, output: Tensor, value: Tensor, bound: Tensor) -> str:
     """The clause of a wrong finalized value: the factor is in it, or the deferred path gives another, or neither."""
-    value, bound = finalized_truth(layer.truth(rank), output.dtype)
     factor = layer.parts[rank].routing.routed_scaling_factor
     if factor != 1.0 and _within(output, value * factor, bound * factor):
         return "SCALE-3"
