@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.case import kind_of
 from moe_conformance.report.model import BackendRecord, CaseResult, Environment, Report, Selection
 from moe_conformance.report.terminal import print_report
 from moe_conformance.verdicts import Verdict
@@ -35,7 +35,7 @@ ABSENT = Violation(
 def result(clause: str = "MAP-4", verdict: Verdict = Verdict.PASS, number: int = 0, **fields: Any) -> CaseResult:
     """One result of consumer ``acme-tail``, unless ``fields`` say otherwise; ``case``: what differs from SHAPE."""
     parameters = {**SHAPE, "seed": number, **fields.pop("case", {})}
-    case = (LayerCase if "num_experts" in parameters else TailCase).model_validate(parameters)
+    case = kind_of(parameters).model_validate(parameters)
     backends = {"producer": fields.pop("producer", None), "consumer": fields.pop("consumer", "acme-tail")}
     test = fields.pop("test", f"test_{clause.lower().replace('-', '_')}.py::test_promise")
     names = "+".join(name for name in backends.values() if name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -95,6 +96,11 @@ class LayerCase(Shape):
     """PRECOMPUTED only: dtype of the weights that the router outside the kernel hands over."""
     weight_bias: float = 0.0
     seed: int = 0
+
+
+def kind_of(fields: Mapping[str, Any]) -> type[LayerCase] | type[TailCase]:
+    """The kind of case that was written as these fields."""
+    return LayerCase if "num_experts" in fields else TailCase
 
 
 _SHAPE_FIELDS = frozenset(Shape.model_fields)

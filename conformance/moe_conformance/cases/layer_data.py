@@ -28,7 +28,6 @@ MAX_DRAWS = 200
 """Draws of logits before a case is given up; a fair draw of 17 tokens succeeds within a few."""
 Draw = Callable[[tuple[int, ...], int, torch.Generator], Tensor]
 """``draw(shape, fan_in, generator)``"""
-BIASED_METHODS = frozenset({RoutingMethod.DEEPSEEK_V3, RoutingMethod.MINIMAX2})
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _draw(case: LayerCase) -> Draw:
 
 def _routing(case: LayerCase, generator: torch.Generator) -> Routing:
     bias = None
-    if case.method in BIASED_METHODS:
+    if case.method.takes_bias:
         bias = 0.1 * torch.randn(case.num_experts, generator=generator)
     return Routing(
         method=case.method,
@@ -196,7 +195,7 @@ def _logits(case: LayerCase, tokens: int, generator: torch.Generator) -> Tensor:
         values = logits.gather(1, order)
         favourites = torch.arange(experts).expand(tokens, -1)
         logits = torch.empty_like(logits).scatter(1, favourites, values)
-    return logits + INPUT_WEIGHT_SHIFT if case.method is RoutingMethod.LLAMA4 else logits
+    return logits + INPUT_WEIGHT_SHIFT if case.method.weights_input else logits
 
 
 def _precomputed(case: LayerCase, generator: torch.Generator) -> PrecomputedRouting:

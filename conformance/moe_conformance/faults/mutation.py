@@ -22,6 +22,7 @@ from pathlib import Path
 
 import moe_conformance
 import moe_contract
+from moe_conformance.machine import usable_cores
 
 TARGETS = (
     ("moe_conformance", "judging/judge.py"),
@@ -36,6 +37,7 @@ TARGETS = (
     ("moe_conformance", "suite/test_defer.py"),
     ("moe_conformance", "suite/test_capability.py"),
     ("moe_contract", "checks/metadata.py"),
+    ("moe_contract", "checks/routes.py"),
     ("moe_contract", "checks/values.py"),
     ("moe_contract", "checks/weights.py"),
     ("moe_contract", "checks/group.py"),
@@ -189,7 +191,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", metavar="FILE", help="only mutants of files that end so")
     parser.add_argument("--tests", nargs="*", default=[], metavar="PATH", help="self-tests that may notice, too")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
-    parser.add_argument("-n", type=int, default=os.cpu_count() or 1, metavar="WORKERS", help="mutants at a time")
+    parser.add_argument("-n", type=int, default=usable_cores(), metavar="WORKERS", help="mutants at a time")
     options = parser.parse_args(arguments)
     if options.probe:
         return probe(json.loads(Path(options.probe).read_text(encoding="utf-8")))

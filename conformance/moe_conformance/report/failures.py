@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from moe_conformance.cases.case import LayerCase, TailCase
+from moe_conformance.cases.case import LayerCase, TailCase, kind_of
 from moe_conformance.report.model import CaseResult, Selection
 from moe_conformance.verdicts import Verdict
 from moe_contract import UnknownClauseError, Violation, get_clause
@@ -96,8 +96,7 @@ def sizes(case: CaseResult) -> str:
 
 def parameters_of(case: CaseResult) -> LayerCase | TailCase:
     """The parameters that the result carries, as the case that they make."""
-    kind = LayerCase if "num_experts" in case.case else TailCase
-    return kind.model_validate(case.case)
+    return kind_of(case.case).model_validate(case.case)
 
 
 def place(case: CaseResult) -> str:
@@ -148,7 +147,7 @@ def _complexity(case: CaseResult, clause: str) -> tuple[object, ...]:
 
 def _variants(case: CaseResult) -> int:
     """How many features of the case are not at their defaults."""
-    fields = (LayerCase if "num_experts" in case.case else TailCase).model_fields
+    fields = kind_of(case.case).model_fields
     optional = {name: field.default for name, field in fields.items() if not field.is_required()}
     return sum(case.case.get(name, default) != default for name, default in optional.items())
 

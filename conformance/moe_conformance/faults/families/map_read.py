@@ -13,8 +13,6 @@ from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import MoEOutput, UnfinalizedMoEOutput, UnsupportedError
 
 FAULTS: list[Fault] = []
-
-
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
 
 

@@ -14,11 +14,7 @@ from moe_conformance.faults.model import Fault
 from moe_contract import MoELayer, UnfinalizedMoEOutput
 
 FAULTS: list[Fault] = []
-
-
 producer_fault = partial(delta_producer.producer_fault, into=FAULTS)
-
-
 Output = UnfinalizedMoEOutput
 
 

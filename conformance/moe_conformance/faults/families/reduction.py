@@ -14,11 +14,7 @@ from moe_conformance.faults.plain_tail import PlainTail
 from moe_contract import MoEOutput, PeerTimeoutError
 
 FAULTS: list[Fault] = []
-
-
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
-
-
 LONGEST_POLL_S = 12.0
 """An endless poll that ends all the same, after the suite has called it a hang (10 s), so that no thread is left."""
 

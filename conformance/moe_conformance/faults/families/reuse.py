@@ -12,8 +12,6 @@ from moe_conformance.faults.model import Fault
 from moe_conformance.faults.plain_tail import PlainTail
 
 FAULTS: list[Fault] = []
-
-
 consumer_fault = partial(plain_tail.consumer_fault, into=FAULTS)
 
 
